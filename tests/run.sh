@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Runs dmuon's tests; installs and builds first whatever is missing.
+#
+#   bash tests/run.sh                           everything
+#   bash tests/run.sh cpp                       C++ tests (ctest)
+#   bash tests/run.sh python [PYTEST ARGS...]   Python tests (pytest)
+#   bash tests/run.sh lint                      clang-format, ruff, mypy
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 1
+bin=${DMUON_VENV:-$root/.venv}/bin
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+failed=()
+summary=()
+# stage NAME COMMAND...: runs it under a header, and notes its time and result.
+stage() {
+  local name=$1 start=$SECONDS result
+  shift
+  printf '\n==== %s\n' "$name"
+  if "$@"; then result=ok; else result=FAILED; fi
+  [[ $result == ok ]] || failed+=("$name")
+  summary+=("$(printf '%-24s %-7s %4d s' "$name" "$result" $((SECONDS - start)))")
+  [[ $result == ok ]]
+}
+
+run_cpp() {
+  stage "C++ tests: build" build_cpp || return 0
+  stage "C++ tests" "$bin/ctest" --test-dir build --output-on-failure --no-tests=error \
+    -LE cuda --parallel "$(nproc)"
+}
+build_cpp() {
+  "$bin/cmake" --build build --target dmuon_tests
+}
+
+run_python() {
+  stage "Python tests" "$bin/python" -m pytest "$@"
+}
+
+run_lint() {
+  stage "clang-format" clang_format
+  stage "ruff check" "$bin/ruff" check .
+  stage "ruff format" "$bin/ruff" format --check .
+  stage "mypy" "$bin/mypy"
+}
+clang_format() {
+  git ls-files -z -- '*.h' '*.cpp' | xargs -0 "$bin/clang-format" --dry-run -Werror
+}
+
+what=${1:-all}
+[[ $# == 0 ]] || shift
+case $what in
+  all | cpp | python | lint) ;;
+  *)
+    echo "usage: bash tests/run.sh [all|cpp|python|lint] [PYTEST ARGS...]" >&2
+    exit 2
+    ;;
+esac
+
+set_up() {
+  DMUON_BUILD=$([[ $what == lint ]] && echo 0 || echo 1) bash scripts/setup.sh test examples
+}
+stage "setup and build" set_up || {
+  printf '\nsetup or build failed: no test was run\n' >&2
+  exit 1
+}
+
+case $what in
+  all)
+    run_lint
+    run_cpp
+    run_python "$@"
+    ;;
+  cpp) run_cpp ;;
+  python) run_python "$@" ;;
+  lint) run_lint ;;
+esac
+
+printf '\n==== summary\n'
+printf '%s\n' "${summary[@]}"
+if ((${#failed[@]})); then
+  printf 'FAILED: %s\n' "${failed[*]}"
+  exit 1
+fi
+printf 'all stages passed in %d s\n' "$SECONDS"
