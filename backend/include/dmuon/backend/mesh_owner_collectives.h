@@ -1,0 +1,57 @@
+// Owner collectives in two stages over a 2-D mesh (replicate, shard).
+//
+// A slot (r, g) is a rank's coordinate in the mesh; an owner is a slot. A reduction first sums
+// inside each row onto column g (shard group), then along the column onto row r (replicate group).
+// A broadcast goes the other way: along the owner's column, then inside each row. So a column rank
+// moves P/G bytes across replicas instead of P.
+//
+// Both groups' operations are submitted at once, the second held back by OwnerOptions::after, so the
+// order of operations on either group is the caller's order of calls here and nothing else.
+// A mesh dimension of size 1 is never communicated on. Semantics, errors and thread-safety are those
+// of OwnerCollectives. The object keeps no tensors; it must outlive its pending Works' submission
+// only, not their completion. Both groups must outlive the Works.
+//
+// Rounding: between the stages a partial sum is rounded to the wire dtype.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <dmuon/backend/owner_collectives.h>
+
+namespace dmuon {
+
+struct Slot {
+  int64_t replicate = 0;
+  int64_t shard = 0;
+  bool operator==(const Slot&) const = default;
+};
+
+class MeshOwnerCollectives {
+ public:
+  // Either may be null if its mesh dimension has size 1.
+  MeshOwnerCollectives(std::shared_ptr<OwnerCollectives> replicate,
+                       std::shared_ptr<OwnerCollectives> shard);
+
+  int64_t replicateSize() const;
+  int64_t shardSize() const;
+  Slot slot() const;  // this rank's
+
+  // As OwnerCollectives::reduceToOwners, the sum running over all R*G ranks. One Work for both
+  // stages; its flags() are OR-ed over the whole mesh.
+  OwnerWorkPtr reduceToOwners(std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                              const std::vector<Slot>& owners, OwnerOptions options = {});
+
+  // As OwnerCollectives::broadcastFromOwners, to all R*G ranks.
+  OwnerWorkPtr broadcastFromOwners(std::vector<at::Tensor> tensors,
+                                   const std::vector<Slot>& owners, OwnerOptions options = {});
+
+  const std::shared_ptr<OwnerCollectives>& replicate() const { return replicate_; }
+  const std::shared_ptr<OwnerCollectives>& shard() const { return shard_; }
+
+ private:
+  std::shared_ptr<OwnerCollectives> replicate_;
+  std::shared_ptr<OwnerCollectives> shard_;
+};
+
+}  // namespace dmuon

@@ -1,0 +1,138 @@
+// Dedicated units, and the one Python-level step that is hot: putting live or resting parameters
+// into their modules.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <dmuon/optim/dedicated_model.h>
+#include <dmuon/optim/dedicated_unit.h>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace dmuon::bindings {
+namespace {
+
+using namespace dmuon::optim;  // NOLINT: this file is about nothing else
+
+std::shared_ptr<OwnerCollectives> shared(const py::object& object) {
+  return object.is_none() ? nullptr : object.cast<std::shared_ptr<OwnerCollectives>>();
+}
+
+std::shared_ptr<DedicatedUnit> makeUnit(
+    std::string name,
+    const std::vector<std::tuple<std::string, std::vector<int64_t>, std::pair<int64_t, int64_t>,
+                                 at::Tensor, at::ScalarType>>& parameters,
+    std::shared_ptr<MeshOwnerCollectives> reduce, const py::object& unshard,
+    const py::object& publish, std::optional<at::ScalarType> reduce_dtype) {
+  std::vector<DedicatedParameter> list;
+  for (const auto& [fqn, shape, owner, rest, dtype] : parameters) {
+    list.push_back({fqn, shape, Slot{owner.first, owner.second}, rest, dtype});
+  }
+  UnitChannels channels{std::move(reduce), shared(unshard), shared(publish)};
+  return std::make_shared<DedicatedUnit>(std::move(name), std::move(list), std::move(channels),
+                                         reduce_dtype);
+}
+
+// slots: (module._parameters, name, resting parameter, live parameter) of a whole unit.
+void install(const py::list& slots, bool live) {
+  for (const auto& item : slots) {
+    PyObject* slot = item.ptr();
+    if (!PyTuple_Check(slot) || PyTuple_GET_SIZE(slot) != 4) {
+      throw py::type_error("dmuon: install expects tuples (dict, name, rest, live)");
+    }
+    PyObject* value = PyTuple_GET_ITEM(slot, live ? 3 : 2);
+    if (PyDict_SetItem(PyTuple_GET_ITEM(slot, 0), PyTuple_GET_ITEM(slot, 1), value) != 0) {
+      throw py::error_already_set();
+    }
+  }
+}
+
+void registerUnit(py::module_& m) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  py::class_<DedicatedUnit, std::shared_ptr<DedicatedUnit>>(m, "DedicatedUnit")
+      .def(py::init(&makeUnit), py::arg("name"), py::arg("parameters"), py::arg("reduce"),
+           py::arg("unshard"), py::arg("publish"), py::arg("reduce_dtype"))
+      .def_property_readonly("name", &DedicatedUnit::name)
+      .def_property_readonly("unsharded", &DedicatedUnit::unsharded)
+      .def_property_readonly("unsharded_bytes", &DedicatedUnit::unshardedBytes)
+      .def_property_readonly("stale", &DedicatedUnit::stale)
+      .def_property_readonly("counters",
+                             [](const DedicatedUnit& u) {
+                               const auto& c = u.counters();
+                               py::dict d;
+                               d["unshards"] = c.unshards;
+                               d["reduces"] = c.reduces;
+                               d["publishes"] = c.publishes;
+                               d["published_parameters"] = c.published_parameters;
+                               return d;
+                             })
+      .def("live", &DedicatedUnit::live)
+      .def("unshard", &DedicatedUnit::unshard, release())
+      .def("wait_unshard", &DedicatedUnit::waitUnshard, release())
+      .def("reshard", &DedicatedUnit::reshard, release())
+      .def("publish", &DedicatedUnit::publish, py::arg("changed"), release())
+      .def("wait_publish", &DedicatedUnit::waitPublish, release())
+      .def("drop_gradients", &DedicatedUnit::dropGradients, release());
+}
+
+void registerModel(py::module_& m) {
+  py::class_<GradientSync>(m, "GradientSync")
+      .def(py::init([](bool reduce, bool all_reduce, double divisor) {
+             if (!(divisor > 0)) {
+               throw py::value_error("dmuon: gradient divide factor must be positive, got " +
+                                     std::to_string(divisor));
+             }
+             return GradientSync{reduce, all_reduce, divisor};
+           }),
+           py::arg("reduce"), py::arg("all_reduce"), py::arg("divisor"))
+      .def_readonly("reduce", &GradientSync::reduce)
+      .def_readonly("all_reduce", &GradientSync::all_reduce)
+      .def_readonly("divisor", &GradientSync::divisor);
+
+  py::class_<DedicatedModel, std::shared_ptr<DedicatedModel>>(m, "DedicatedModel")
+      .def(py::init<std::vector<std::shared_ptr<DedicatedUnit>>>(), py::arg("units"))
+      .def("attach", &DedicatedModel::attach, py::arg("index"), py::arg("live_parameters"))
+      .def("begin_backward", &DedicatedModel::beginBackward)
+      .def_property_readonly("in_backward", &DedicatedModel::inBackward)
+      .def("set_sync", &DedicatedModel::setSync, py::arg("index"), py::arg("sync"))
+      .def("finish_backward",
+           [](DedicatedModel& model, const std::vector<GradientSync>& fallback) {
+             std::vector<std::vector<DedicatedUnit::Reduced>> results;
+             {
+               py::gil_scoped_release release;
+               results = model.finishBackward(fallback);
+             }
+             // Per unit: None if nothing was reduced, else per parameter its local gradient or None.
+             py::list units;
+             for (auto& unit : results) {
+               if (unit.empty()) {
+                 units.append(py::none());
+                 continue;
+               }
+               py::list parameters;
+               for (auto& reduced : unit) {
+                 if (reduced.participated) {
+                   parameters.append(py::cast(reduced.local));
+                 } else {
+                   parameters.append(py::none());
+                 }
+               }
+               units.append(std::move(parameters));
+             }
+             return units;
+           },
+           py::arg("fallback"))
+      .def("abandon_backward", &DedicatedModel::abandonBackward,
+           py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void registerUnits(py::module_& m) {
+  registerUnit(m);
+  registerModel(m);
+  m.def("install", &install, py::arg("slots"), py::arg("live"));
+}
+
+}  // namespace dmuon::bindings

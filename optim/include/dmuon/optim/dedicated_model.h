@@ -1,0 +1,47 @@
+// The units of one model, and the order in which their gradients are reduced.
+//
+// Which reductions run, and in which order, follows from the list of units alone: last unit first,
+// every trainable unit once per synchronised backward. A unit is launched as soon as its gradients
+// are complete and all units before it in that order have been; what is left at the end of the
+// backward is launched then, with zeros where a gradient never came.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <dmuon/optim/dedicated_unit.h>
+
+namespace dmuon::optim {
+
+class DedicatedModel : public std::enable_shared_from_this<DedicatedModel> {
+ public:
+  // In the order of the plan (forward order as far as it is known).
+  explicit DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units);
+
+  const std::vector<std::shared_ptr<DedicatedUnit>>& units() const { return units_; }
+
+  // Hooks of unit `index` fire from now on; `live_parameters` as in DedicatedUnit::attach.
+  void attach(int64_t index, std::vector<at::Tensor> live_parameters);
+
+  void beginBackward();
+  bool inBackward() const { return in_backward_; }
+  // How unit `index` is to be handled in this backward; it is not launched before this is known.
+  void setSync(int64_t index, const GradientSync& sync);
+  // Launches what is left (units whose sync was not set use `fallback`) and waits for everything.
+  // One result per unit, in unit order.
+  std::vector<std::vector<DedicatedUnit::Reduced>> finishBackward(
+      const std::vector<GradientSync>& fallback);
+  // After an exception in backward: forgets the half-done reductions.
+  void abandonBackward();
+
+ private:
+  void launchReady();
+
+  std::vector<std::shared_ptr<DedicatedUnit>> units_;
+  std::vector<std::optional<GradientSync>> sync_;
+  int64_t next_ = 0;  // the unit to launch next, counting down; -1 when all have been
+  bool in_backward_ = false;
+};
+
+}  // namespace dmuon::optim
