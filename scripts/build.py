@@ -28,6 +28,7 @@ SOURCES = ("backend", "optim", "bindings", "cmake", "scripts/torch_requirement.p
 
 
 def source_files() -> list[Path]:
+    """List what a rebuild depends on."""
     files: list[Path] = []
     for name in SOURCES:
         path = ROOT / name
@@ -36,6 +37,7 @@ def source_files() -> list[Path]:
 
 
 def fingerprint(tests: str) -> str:
+    """Hash the sources and everything else that decides what a build gives."""
     digest = hashlib.sha256()
     for text in (sys.executable, sys.version, version("torch"), str(ROOT), tests):
         digest.update(text.encode() + b"\0")
@@ -88,6 +90,7 @@ def install(tests: str) -> int:
 
 
 def main() -> int:
+    """Build if needed and return an exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", choices=("ON", "OFF"), default="OFF")
     tests = parser.parse_args().tests

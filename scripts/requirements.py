@@ -31,6 +31,7 @@ OPTIONAL = {"ucx"}
 
 
 def load() -> dict[str, Any]:
+    """Read pyproject.toml."""
     with PYPROJECT.open("rb") as file:
         return tomllib.load(file)
 
@@ -53,12 +54,14 @@ def missing(requirements: list[str]) -> list[str]:
 
 
 def install(requirements: list[str], *options: str) -> bool:
+    """Run pip; return whether it succeeded."""
     print(f"dmuon setup: installing {' '.join(requirements)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return subprocess.run([*command, *options, *requirements], check=False).returncode == 0
 
 
 def main(extras: list[str]) -> int:
+    """Install what the extras need and return an exit code."""
     project = load()
     known = project["project"]["optional-dependencies"]
     unknown = [extra for extra in extras if extra not in known]
