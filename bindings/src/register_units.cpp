@@ -68,7 +68,7 @@ void registerUnit(py::module_& m) {
                                return d;
                              })
       .def("live", &DedicatedUnit::live)
-      .def("unshard", &DedicatedUnit::unshard, release())
+      .def("unshard", &DedicatedUnit::unshard, py::arg("refresh"), release())
       .def("wait_unshard", &DedicatedUnit::waitUnshard, release())
       .def("reshard", &DedicatedUnit::reshard, release())
       .def("publish", &DedicatedUnit::publish, py::arg("changed"), release())

@@ -1,0 +1,41 @@
+"""The backend "dmuon" of ``torch.distributed``: one object for CPU (over Gloo) and CUDA (over NCCL)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+
+NAME = "dmuon"
+
+
+def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
+    """torch calls this for every new group that uses the backend."""
+    if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupDMuon.Options):
+        raise TypeError(
+            "dmuon: pg_options must be dmuon.ProcessGroupDMuon.Options or None, got "
+            f"{type(backend_options).__name__}"
+        )
+    rank, size = options.group_rank, options.group_size
+    timeout = options.timeout
+    store = options.store
+    cpu = dist.ProcessGroupGloo(
+        dist.PrefixStore("dmuon/cpu", store), rank, size, timeout=timeout
+    )
+    cuda = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        cuda = dist.ProcessGroupNCCL(dist.PrefixStore("dmuon/cuda", store), rank, size, nccl)
+    return _C.ProcessGroupDMuon(
+        rank, size, cpu, cuda, timeout=timeout, group_name=str(getattr(options, "group_id", ""))
+    )
+
+
+def register() -> None:
+    """Makes ``init_process_group("dmuon")`` known; repeated calls do nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

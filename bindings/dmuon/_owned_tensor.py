@@ -1,0 +1,331 @@
+"""A dedicated parameter at rest: a DTensor whose whole matrix lies on one rank.
+
+Stock torch then works on it: ``p.full_tensor()``, ``p.norm()``, ``clip_grad_norm_``, ``state_dict``,
+distributed checkpoints, loading and resharding. Nothing here runs in the hot path of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ._mesh import MeshView
+
+aten = torch.ops.aten
+
+
+class OwnedAlong(Shard):
+    """``Shard(0)`` whose whole extent lies on one coordinate of the mesh dimension.
+
+    torch's own slicing and checkpointing ask a placement for each rank's size and offset; here the
+    answer is everything or nothing.
+    """
+
+    coordinate: int
+
+    def __new__(cls, coordinate: int) -> OwnedAlong:
+        return super().__new__(cls, 0)
+
+    def __init__(self, coordinate: int) -> None:
+        super().__init__(0)
+        self.coordinate = coordinate
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        return (curr_local_size, 0) if rank == self.coordinate else (0, 0)
+
+    local_shard_size_and_offset = _local_shard_size_and_offset
+
+    def __repr__(self) -> str:
+        return f"OwnedAlong({self.coordinate})"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnedAlong) and other.coordinate == self.coordinate
+
+    def __hash__(self) -> int:
+        return hash(("OwnedAlong", self.coordinate))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OwnedAlong, (self.coordinate,))
+
+
+# Operations on the local part alone, besides everything torch tags as pointwise.
+_LOCAL_OPS = {
+    aten.detach.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,
+}
+
+# Operations that DTensor computes right from whole-or-nothing shards, with a small all-reduce.
+_REDUCTIONS = {
+    aten.linalg_vector_norm.default,
+    aten._foreach_norm.Scalar,
+    aten.norm.Scalar,
+    aten.sum.default,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_mul_.Scalar,
+}
+
+
+class OwnedTensor(DTensor):
+    """A DTensor with its whole content on the owner slot and ``(0, n, ...)`` elsewhere.
+
+    Global shape, dtype, device and placements (``OwnedAlong`` on every mesh dimension) are true on
+    all ranks. ``full_tensor()`` and ``redistribute()`` are collectives over the mesh. Element-wise
+    operations run on the owner alone and give an ``OwnedTensor``; norms and sums communicate a
+    scalar; any other operation is computed on the full tensor on every rank.
+    """
+
+    _view: MeshView
+    _owner: tuple[int, int]
+
+    @staticmethod
+    def build(
+        local: torch.Tensor,
+        view: MeshView,
+        owner: tuple[int, int],
+        shape: Iterable[int],
+        requires_grad: bool = False,
+    ) -> OwnedTensor:
+        """Wraps ``local``: the whole tensor if this rank's slot is ``owner``, else ``(0, ...)``."""
+        size = torch.Size(shape)
+        expected = size if view.slot == owner else torch.Size((0, *size[1:]))
+        if local.shape != expected:
+            raise ValueError(
+                f"dmuon: slot {view.slot} got a local part of shape {tuple(local.shape)} for a "
+                f"matrix of shape {tuple(size)} owned by slot {owner}; expected {tuple(expected)}"
+            )
+        stride = torch.empty(size, device="meta").stride()
+        placements = tuple(OwnedAlong(c) for c in view.coordinates(owner))
+        spec = DTensorSpec(
+            view.mesh, placements, tensor_meta=TensorMeta(size, stride, local.dtype)
+        )
+        tensor = DTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg,arg-type]
+        tensor._view = view
+        tensor._owner = owner
+        return tensor
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """The owner's slot (replicate, shard)."""
+        return self._owner
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank holds the matrix."""
+        return self._owner == self._view.slot
+
+    def like(self, local: torch.Tensor) -> OwnedTensor:
+        """Another tensor of the same shape and owner around ``local``."""
+        if local.dtype != self._spec.tensor_meta.dtype:
+            return OwnedTensor.build(local, self._view, self._owner, self.shape)
+        tensor = DTensor.__new__(OwnedTensor, local, self._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+        tensor._view = self._view
+        tensor._owner = self._owner
+        return tensor
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"OwnedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, owner={self._owner}, "
+            f"local={self._local_tensor})"
+        )
+
+    # --- whole-tensor access; collectives over the mesh ---------------------------------------
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank of the mesh. Not differentiable."""
+        local = self._local_tensor.detach()
+        full = local.clone() if self.is_owner else local.new_empty(self.shape)
+        self._view.collectives.broadcast_from_owners(
+            [full], [self._owner], label="full_tensor"
+        ).wait()
+        return full
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: Any,
+    ) -> DTensor:
+        """An ordinary DTensor with the placements asked for, on the same mesh."""
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(
+                f"dmuon: cannot redistribute from mesh {self.device_mesh} to {device_mesh}"
+            )
+        if placements is None:
+            raise RuntimeError("placements is needed for redistribute!")
+        if tuple(placements) == self.placements:
+            return self
+        mesh = self.device_mesh
+        whole = DTensor.from_local(
+            self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
+        )
+        return whole.redistribute(placements=placements)
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import (
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
+        if not self.is_owner:
+            return []
+        local = self._local_tensor
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size([0] * local.ndim)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self.__create_chunk_list__()[0],
+                    properties=TensorProperties.create_from_tensor(local),
+                    size=self.size(),
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        if not self.is_owner:
+            return []
+        local = self._local_tensor
+        return [
+            ChunkStorageMetadata(offsets=torch.Size([0] * local.ndim), sizes=local.size())
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self._local_tensor
+
+    # --- operations ----------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default:
+            return _copy_(*args, **kwargs)
+        if _is_local(func, args, kwargs):
+            return _run_local(func, args, kwargs)
+        if func in _REDUCTIONS:
+            return func(*tree_map(_as_plain_shard, args), **tree_map(_as_plain_shard, kwargs))
+        schema = func._schema  # type: ignore[attr-defined]
+        if schema.is_mutable:
+            for argument, value in zip(schema.arguments, args):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(value, OwnedTensor):
+                    raise NotImplementedError(
+                        f"dmuon: {func} cannot write to a parameter that rests on its owner; "
+                        "compute on p.full_tensor() and p.copy_() the result"
+                    )
+        return func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))
+
+
+def _is_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func not in _LOCAL_OPS and torch.Tag.pointwise not in func.tags:
+        return False
+    first: OwnedTensor | None = None
+    for value in tree_flatten((args, kwargs))[0]:
+        if isinstance(value, OwnedTensor):
+            first = first if first is not None else value
+            if value.shape != first.shape or value._owner != first._owner:
+                return False
+        elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+            return False
+    return first is not None
+
+
+def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    owned = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, OwnedTensor)]
+    model = owned[0]
+
+    def local(value: Any) -> Any:
+        return value._local_tensor if isinstance(value, OwnedTensor) else value
+
+    result = func(*tree_map(local, args), **tree_map(local, kwargs))
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        for tensor in owned:  # an in-place operation returns its own argument
+            if value is tensor._local_tensor:
+                return tensor
+        return model.like(value)
+
+    return tree_map(wrap, result)
+
+
+def _copy_(destination: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(destination, OwnedTensor):  # from an owned tensor into another
+        if isinstance(destination, DTensor):
+            full = source.redistribute(
+                placements=destination.placements
+                if destination.device_mesh == source.device_mesh
+                else None
+            )
+            destination._local_tensor.copy_(full._local_tensor, non_blocking)
+            return destination
+        return destination.copy_(source.full_tensor(), non_blocking)
+    local = destination._local_tensor
+    if isinstance(source, OwnedTensor) and source._owner == destination._owner:
+        values = source._local_tensor
+    else:
+        values = source.full_tensor() if isinstance(source, DTensor) else source
+        if torch.broadcast_shapes(values.shape, destination.shape) != destination.shape:
+            raise RuntimeError(
+                f"dmuon: cannot copy a tensor of shape {tuple(values.shape)} into a parameter of "
+                f"shape {tuple(destination.shape)}"
+            )
+        if not destination.is_owner:
+            values = local.new_empty(local.shape)
+    # Also on ranks with nothing to copy: a changed version tells all of them to publish.
+    local.copy_(values, non_blocking)
+    return destination
+
+
+def _as_plain_shard(value: Any) -> Any:
+    if not isinstance(value, OwnedTensor):
+        return value
+    spec = DTensorSpec(
+        value.device_mesh,
+        tuple(Shard(0) for _ in value.placements),
+        tensor_meta=value._spec.tensor_meta,
+    )
+    return DTensor.__new__(DTensor, value._local_tensor, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+
+
+def _as_replicated(value: Any) -> Any:
+    if not isinstance(value, OwnedTensor):
+        return value
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
