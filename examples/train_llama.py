@@ -107,15 +107,16 @@ class Trainer:
         self.options, self.kind, self.device = options, kind, device
         self.plan: object = None
         torch.manual_seed(options.seed)  # the same first weights on every rank
-        self.model: nn.Module = Llama(LlamaConfig()).to(device)
-        self.context = LlamaConfig().context
+        self.llama = Llama(LlamaConfig()).to(device)
+        self.model: nn.Module = self.llama  # what is called: DDP wraps it
+        self.context = self.llama.config.context
         self.parallelize(mesh)
         self.optimizer = self.make_optimizer()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Distribute the model. For AdamW this is torch's own recipe, without dmuon."""
-        options, model = self.options, self.model
+        options, model = self.options, self.llama
         if options.mode == "ddp":
             if self.kind == "muon":
                 self.plan = dmuon.dedicate_params_ddp(model, mesh, predicate=is_projection)
@@ -139,7 +140,7 @@ class Trainer:
                 self.model.parameters(), options.adamw_lr, betas, weight_decay=options.weight_decay
             )
         return dmuon.Muon(
-            self.model,
+            self.llama,
             lr=options.lr,
             weight_decay=options.weight_decay,
             adamw_lr=options.muon_adamw_lr,
@@ -236,9 +237,8 @@ def show_result(trainer: Trainer, curve: Curve) -> None:
     if trainer.plan is not None:
         heading("who owns what")
         print(trainer.plan)
-        heading("dmuon.stats(model)")
-        for key, value in dmuon.stats(trainer.model).items():
-            print(f"{key:32} {value}")
+        heading("dmuon.stats(model), rank 0")
+        print(dmuon.stats(trainer.llama))
 
 
 def main() -> None:

@@ -2,15 +2,17 @@
 
     python tests/perf/step.py [--meshes 4 2x2] [--dim 256 --layers 4 ...] [--json FILE]
 
-The naive Muon is what sharded data parallelism asks for without owners: FSDP2, and in the step every
-rank gathers every matrix and orthogonalizes it. It uses the same engine (dmuon.newton_schulz), so
-only the distribution differs. The variants' steps alternate, so that noise hits all alike; every
-second step has a barrier before the optimizer, so that the optimizer's phase can be told apart, and
-the whole step is timed on the others. A time is the slowest rank's, the table shows medians. CPU
-seconds are summed over ranks: on a machine with fewer cores than ranks they say more than the clock.
+The naive Muon is what sharded data parallelism asks for without owners: FSDP2, and in the step
+every rank gathers every matrix and orthogonalizes it. It uses the same engine
+(dmuon.newton_schulz), so only the distribution differs.
 
-"bound" is what dmuon could reach at best: the AdamW step plus the Newton-Schulz of the matrices that
-a rank owns, timed alone with all ranks at work.
+The variants' steps alternate, so that noise hits all alike. Every second step has a barrier before
+the optimizer, so that the optimizer's phase can be told apart; the whole step is timed on the
+others. A time is the slowest rank's, the table shows medians. CPU seconds are summed over ranks: on
+a machine with fewer cores than ranks they say more than the clock.
+
+"bound" is what dmuon could reach at best: the AdamW step plus the Newton-Schulz of the matrices
+that a rank owns, timed alone with all ranks at work.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ import dmuon
 
 
 class NaiveMuon(torch.optim.Optimizer):
-    """Muon on FSDP2 shards: momentum on the shard, then all-gather, orthogonalize, keep the shard."""
+    """Muon on FSDP2 shards: momentum there, then all-gather, orthogonalize, keep the shard."""
 
     def __init__(self, parameters: list[Tensor], lr: float = 0.02, momentum: float = 0.95) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
