@@ -162,17 +162,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     settings come back at the end.
     """
     runtimes = runtimes_of(model)
-    groups = [
-        (g, g.reduce_grads, g.all_reduce_grads)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for g in param_groups(module)
-    ]
+    switched: list[tuple[FSDPModule, bool, bool]] = []
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-            elif isinstance(module, FSDPModule):
+            elif isinstance(module, FSDPModule) and (groups := param_groups(module)):
+                switched.append((module, groups[0].reduce_grads, groups[0].all_reduce_grads))
                 module.set_requires_gradient_sync(False, recurse=False)
         for runtime in runtimes:
             runtime.no_sync_depth += 1
@@ -181,8 +177,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         finally:
             for runtime in runtimes:
                 runtime.no_sync_depth -= 1
-            for group, reduce, all_reduce in groups:
-                group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+            for module, reduce, all_reduce in switched:
+                module.set_requires_gradient_sync(reduce, recurse=False)
+                module.set_requires_all_reduce(all_reduce, recurse=False)
 
 
 def _check_options(reshard: Any, blocks: Any, cost: str, process_groups: str) -> None:

@@ -158,18 +158,27 @@ void DedicatedUnit::attach(std::vector<at::Tensor> live_parameters,
   accumulators_.clear();
   on_complete_ = std::move(complete);
   required_ = 0;
+  // Hooks of an earlier attach stay on nodes that may still be alive; they must not count here.
+  const int64_t generation = ++generation_;
   for (const auto& parameter : live_parameters_) {
     if (!parameter.requires_grad()) continue;
     ++required_;
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    accumulator->add_post_hook(std::make_unique<ArrivalHook>([weak = weak_from_this()] {
+    accumulator->add_post_hook(std::make_unique<ArrivalHook>([weak = weak_from_this(), generation] {
       auto unit = weak.lock();
-      if (!unit) return;
-      ++unit->arrived_;
-      if (unit->complete() && unit->on_complete_) unit->on_complete_();
+      if (unit && unit->generation_ == generation) unit->arrived();
     }));
     accumulators_.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
   }
+}
+
+void DedicatedUnit::arrived() {
+  ++arrived_;
+  if (!complete()) return;
+  // A frozen weight may still be needed for the gradient of the unit's input; then the end of the
+  // backward frees.
+  if (required_ == size()) reshard();
+  if (on_complete_) on_complete_();
 }
 
 bool DedicatedUnit::stale() const {
@@ -179,8 +188,8 @@ bool DedicatedUnit::stale() const {
   return false;
 }
 
-void DedicatedUnit::unshard() {
-  if (stale()) {
+void DedicatedUnit::unshard(bool refresh) {
+  if (refresh && stale()) {
     std::vector<bool> changed;
     for (int64_t i = 0; i < size(); ++i) {
       changed.push_back(parameters_[i].rest._version() != versions_[i]);

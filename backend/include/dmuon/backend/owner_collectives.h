@@ -64,8 +64,12 @@ struct OwnerOptions {
   OwnerWorkPtr flags_from;
   // Names the operation in errors, e.g. the unit. Must be equal on all ranks.
   std::string label;
-  // A few bytes that ride along and are OR-ed over the ranks. The same length on all ranks.
+  // A few bytes that ride along and are OR-ed over the ranks. The same length on all ranks; up to 32
+  // bytes are free, more cost a small message per peer.
   std::vector<uint8_t> flags;
+  // Lines of text that must be equal on all ranks, for what the tensor list does not say (the mesh
+  // forms put the tensors of other columns here). The first line that differs is named in the error.
+  std::string must_match;
 };
 
 class OwnerCollectives {

@@ -79,12 +79,14 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   // --- weights ---------------------------------------------------------------------------------
   // The live tensors, to be wrapped as the module's parameters while unsharded.
   std::vector<at::Tensor> live() const { return live_; }
-  // Those wrapped tensors: gradients will appear on them. Hooks count them per backward and call
-  // `complete` once all that require a gradient have theirs.
+  // Those wrapped tensors: gradients will appear on them. Hooks count them per backward; once all
+  // that require a gradient have theirs, the unit reshards (if none is frozen) and calls `complete`.
   void attach(std::vector<at::Tensor> live_parameters, std::function<void()> complete);
 
   bool unsharded() const { return unsharded_; }
-  void unshard();      // starts it; publishes first if a rest tensor was changed from outside
+  // Starts it. With `refresh`, as before a forward, publishes first if a rest tensor was changed from
+  // outside; without, as before a backward, the weights that forward used come back.
+  void unshard(bool refresh);
   void waitUnshard();  // the live tensors may be read after this
   void reshard();      // frees the live memory; waits for a pending unshard first
   // A rest tensor was written since it was last published (load_state_dict, an initialiser, ...).
@@ -125,6 +127,7 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   };
 
   void layOut();
+  void arrived();
   void refreshColumns(const std::vector<bool>& changed);
   std::vector<at::Tensor> takeGradients(const std::vector<int64_t>& indices,
                                         std::vector<uint8_t>* flags);
@@ -153,7 +156,7 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   // between torch versions, so held without its type.
   std::vector<std::shared_ptr<void>> accumulators_;
   std::function<void()> on_complete_;
-  int64_t arrived_ = 0, required_ = 0;
+  int64_t arrived_ = 0, required_ = 0, generation_ = 0;
   std::optional<PendingReduce> reduce_;
   std::vector<at::Tensor> partial_;  // shard-group sums that still lack the other replicas'
   std::vector<uint8_t> partial_flags_;

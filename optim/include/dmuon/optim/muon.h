@@ -5,8 +5,21 @@
 //
 // Every parameter must have at least 2 dimensions; use torch::optim::AdamW for the rest. State key
 // "momentum_buffer", fp32 for fp16/bf16 parameters (which also get an fp32 "master").
-// With an OwnerCollectives, gradients are averaged onto each parameter's owner (by OwnershipPlan, over
-// the group), the owner updates, and the result is broadcast: data parallel training in two calls.
+//
+// With an OwnerCollectives, gradients are averaged onto each parameter's owner (by OwnershipPlan over a
+// 1 x N mesh), the owner updates, and the result is broadcast: data parallel training in two calls.
+// The plan sees a parameter as "<group>.<index>". All ranks must give the same parameters in the same
+// order, with equal values and equal requires_grad, and step together. step() issues one reduction of
+// every parameter that requires a gradient, and one broadcast of those that had one on some rank;
+// which these are the ranks agree on in the reduction. A rank without a gradient contributes zeros; a
+// parameter without one on any rank keeps its bits. p.grad is left as it is: local, not averaged. If the
+// reduction fails, step() throws on every rank and neither weights nor momentum have changed.
+//
+// A parameter group's own MuonOptions are taken whole: LibTorch merges the defaults of its own
+// optimizers only.
+//
+// save() writes this rank's part: momentum and master live on owners alone. So every rank saves and
+// loads its own archive; load() refuses one of another rank, group size or plan.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -17,6 +30,7 @@
 
 #include <dmuon/backend/owner_collectives.h>
 #include <dmuon/optim/muon_update.h>
+#include <dmuon/optim/ownership_plan.h>
 
 namespace dmuon::optim {
 
@@ -32,6 +46,8 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   TORCH_ARG(std::string, adjust_lr) = "original";
 
  public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override;
   void set_lr(double lr) override;
 };
@@ -39,18 +55,38 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
 struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
   TORCH_ARG(torch::Tensor, momentum_buffer);
   TORCH_ARG(torch::Tensor, master);  // undefined for fp32 and fp64 parameters
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
 class Muon : public torch::optim::Optimizer {
  public:
+  // Throws c10::Error for a parameter with fewer than 2 dimensions or an option out of range.
   explicit Muon(std::vector<torch::optim::OptimizerParamGroup> groups, MuonOptions defaults = {},
                 std::shared_ptr<OwnerCollectives> group = nullptr);
   explicit Muon(std::vector<torch::Tensor> parameters, MuonOptions defaults = {},
                 std::shared_ptr<OwnerCollectives> group = nullptr);
 
+  // The closure, if any, runs with gradients enabled; its loss is returned.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+  // Who owns what, for the parameters as they are now; one slot without a group.
+  OwnershipPlan plan() const;
+
  private:
+  struct Item;
+
+  std::vector<Item> items();
+  void assignOwners(std::vector<Item>& items) const;
+  void reduceGradients(std::vector<Item>& items);
+  void update(const std::vector<Item>& items, const std::vector<MuonHyper>& hypers);
+  void broadcastParameters(const std::vector<Item>& items);
+
   std::shared_ptr<OwnerCollectives> group_;
 };
 
