@@ -14,7 +14,9 @@ struct Reference {
   int steps = 0;
 
   explicit Reference(const at::Tensor& start)
-      : w(start.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)), m(at::zeros_like(w)), v(at::zeros_like(w)) {}
+      : w(start.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)),
+        m(at::zeros_like(w)),
+        v(at::zeros_like(w)) {}
 
   void step(const at::Tensor& gradient, const AdamWHyper& hyper) {
     const at::Tensor g = gradient.to(at::kDouble);
@@ -119,7 +121,8 @@ TEST(AdamWUpdate, RefusesWhatDoesNotFitWithTheValues) {
   refuse("beta1 must lie in [0, 1), not 1", [](AdamWHyper& h) { h.beta1 = 1; });
   refuse("beta2 must lie in [0, 1), not -0.1", [](AdamWHyper& h) { h.beta2 = -0.1; });
   refuse("eps must be finite and >= 0, not -1", [](AdamWHyper& h) { h.eps = -1; });
-  refuse("weight_decay must be finite and >= 0, not -2", [](AdamWHyper& h) { h.weight_decay = -2; });
+  refuse("weight_decay must be finite and >= 0, not -2",
+         [](AdamWHyper& h) { h.weight_decay = -2; });
 }
 
 }  // namespace

@@ -69,7 +69,8 @@ TEST(Coefficients, PolarExpressIsSafeOnFiveStepsAndEndsInItsLastTripleForEver) {
   EXPECT_DOUBLE_EQ(steps[0].a, 8.28721201814563 / 1.05);
   EXPECT_DOUBLE_EQ(steps[4].c, 0.4188073119525673 / std::pow(1.05, 5));
   EXPECT_DOUBLE_EQ(steps[5].a, 1.891301407787398);
-  for (size_t i = 7; i < steps.size(); ++i) EXPECT_EQ(steps[i], (Coefficients{1.875, -1.25, 0.375}));
+  for (size_t i = 7; i < steps.size(); ++i)
+    EXPECT_EQ(steps[i], (Coefficients{1.875, -1.25, 0.375}));
 }
 
 TEST(Coefficients, EveryBuiltInSetOfEveryLengthIsValid) {

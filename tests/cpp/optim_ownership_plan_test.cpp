@@ -107,7 +107,8 @@ TEST(OwnershipPlan, StaysWithinTheBoundOfLongestProcessingTimeFirst) {
 }
 
 TEST(OwnershipPlan, FollowsTheRuleOnASmallExample) {
-  // By cost: a, then b and c equal (b first by name), then d. Two slots: a | b, c | d goes to the lesser.
+  // By cost: a, then b and c equal (b first by name), then d. Two slots: a | b, c | d goes to the
+  // lesser.
   const OwnershipPlan plan({matrixOf("d", "d", {32, 32}), matrixOf("c", "c", {64, 64}),
                             matrixOf("a", "a", {96, 96}), matrixOf("b", "b", {64, 64})},
                            mesh(1, 2, "flops"));

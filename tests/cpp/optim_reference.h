@@ -1,5 +1,5 @@
-// Independent fp64 references for the tests of layer 2: singular values instead of iterations, and the
-// update rules written out as formulas.
+// Independent fp64 references for the tests of layer 2: singular values instead of iterations, and
+// the update rules written out as formulas.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -49,7 +49,8 @@ inline void referenceMuonStep(at::Tensor& w, const at::Tensor& gradient, at::Ten
   w = w * (1 - hyper.lr * hyper.weight_decay) - hyper.lr * ratio * x;
 }
 
-// An (m, n) matrix with the given singular values (as many as min(m, n)) and random singular vectors.
+// An (m, n) matrix with the given singular values (as many as min(m, n)) and random singular
+// vectors.
 inline at::Tensor matrixWithSpectrum(int64_t m, int64_t n, const at::Tensor& spectrum) {
   const int64_t s = std::min(m, n);
   const auto options = at::TensorOptions().dtype(at::kDouble);

@@ -1,11 +1,12 @@
-"""Print the table of optim/src/cost_model.cpp: fp32 GEMM rate by size, on one core.
+"""Print the numbers of optim/src/cost_model.cpp, on one core.
 
     python tests/perf/gemm_rate.py
 
 The rate at size s is that of the products of one orthogonalization of an (s, 4 s) matrix: as many
-FLOPs in s x s by s x 4 s as in s x s by s x s products. Medians; other load on the machine shows as noise.
-The second number is the time per element of what an update does besides products: momentum,
-direction, normalization and weights.
+FLOPs in s x s by s x 4 s as in s x s by s x s products, less the time of a call. The call's time counts
+separately, once per ATen call of an update. The last number is the time per element of what an
+update does besides products: momentum, direction, normalization and weights.
+Everything is the best of several samples, each a median: other load only ever adds time.
 """
 
 import statistics
@@ -13,33 +14,40 @@ import time
 
 import torch
 
-SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 MIN_SECONDS = 0.02
-SAMPLES = 15
+SAMPLES = 5
+ROUNDS = 6
+CALLS_PER_UPDATE = 30
 
 
-def median_seconds(function):
-    """Median time of one call; a sample repeats it until it takes MIN_SECONDS."""
+def best_seconds(function):
+    """Time of one call: the least of ROUNDS medians; a sample repeats it until it takes MIN_SECONDS."""
     function()
     start = time.perf_counter()
     function()
     repeats = max(1, int(MIN_SECONDS / max(time.perf_counter() - start, 1e-7)))
-    samples = []
-    for _ in range(SAMPLES):
+
+    def sample():
         start = time.perf_counter()
         for _ in range(repeats):
             function()
-        samples.append((time.perf_counter() - start) / repeats)
-    return statistics.median(samples)
+        return (time.perf_counter() - start) / repeats
+
+    return min(statistics.median(sample() for _ in range(SAMPLES)) for _ in range(ROUNDS))
 
 
-def gemm_rate(s):
+def product_seconds(rows, columns):
+    """Seconds of (rows, rows) @ (rows, columns)."""
+    left, right = torch.randn(rows, rows), torch.randn(rows, columns)
+    out = torch.empty(rows, columns)
+    return best_seconds(lambda: torch.mm(left, right, out=out))
+
+
+def gemm_rate(s, call_seconds):
     """GFLOP/s, half of the FLOPs in square and half in s x s by s x 4 s products."""
-    square, wide = torch.randn(s, s), torch.randn(s, 4 * s)
-    square_out, wide_out = torch.empty(s, s), torch.empty(s, 4 * s)
-    square_seconds = median_seconds(lambda: torch.mm(square, square, out=square_out))
-    wide_seconds = median_seconds(lambda: torch.mm(square, wide, out=wide_out))
-    return 16 * s**3 / (4 * square_seconds + wide_seconds) / 1e9
+    seconds = 4 * product_seconds(s, s) + product_seconds(s, 4 * s) - 5 * call_seconds
+    return 16 * s**3 / seconds / 1e9
 
 
 def elementwise_nanoseconds(elements):
@@ -52,16 +60,17 @@ def elementwise_nanoseconds(elements):
         norm = torch.linalg.vector_norm(direction, dtype=torch.float64)
         weight.add_(direction / norm.float(), alpha=-0.02)
 
-    return median_seconds(update) * 1e9 / elements
+    return best_seconds(update) * 1e9 / elements
 
 
 def main():
     torch.set_num_threads(1)
-    print("s, GFLOP/s")
+    call_seconds = product_seconds(1, 1)
+    print(f"calls of one update: {CALLS_PER_UPDATE * call_seconds * 1e9:.0f} ns")
     for s in SIZES:
-        print(f"{{{s}, {gemm_rate(s):.1f}}},")
-    for elements in (1 << 16, 1 << 20, 1 << 23):
-        print(f"elementwise, {elements} elements: {elementwise_nanoseconds(elements):.2f} ns each")
+        print(f"{{{s}, {gemm_rate(s, call_seconds):.0f}}},")
+    for elements in (1 << 16, 1 << 20, 1 << 22):
+        print(f"elementwise, {elements} elements: {elementwise_nanoseconds(elements):.1f} ns each")
 
 
 if __name__ == "__main__":

@@ -18,21 +18,22 @@ struct Coefficients {
 //   "you"            five steps; more than five is an error
 //   "polar_express"  eight steps, then (15/8, -10/8, 3/8) for ever; on the first five a safety
 //                    factor s = 1.05: (a/s, b/s^3, c/s^5)
-// Fewer steps are the first ones of a set. Throws std::invalid_argument with the values for an unknown
-// name, steps outside [1, kMaxSteps], or more steps than the set defines.
+// Fewer steps are the first ones of a set. Throws std::invalid_argument with the values for an
+// unknown name, steps outside [1, kMaxSteps], or more steps than the set defines.
 inline constexpr int64_t kMaxSteps = 100;
 std::vector<Coefficients> coefficientSet(const std::string& name, int64_t steps);
 std::vector<std::string> coefficientSetNames();
 
-// Validation runs over singular values in (0, kMaxSigma]: a normalised matrix has none above 1, plus
-// rounding. (polar_express with its safety factor of 1.05 diverges above 1.0547.)
+// Validation runs over singular values in (0, kMaxSigma]: a normalised matrix has none above 1,
+// plus rounding. (polar_express with its safety factor of 1.05 diverges above 1.0547.)
 inline constexpr double kMaxSigma = 1.05;
 // No step may map a value above this; the next step would throw it further away.
 inline constexpr double kMaxMappedValue = 2.0;
 
-// Runs the map step by step over (0, kMaxSigma] and throws std::invalid_argument saying at which step
-// (0-based) and singular value the result is not finite, not positive, or above kMaxMappedValue, so
-// that a bad set fails when it is built, not in a training run. An empty list is refused as well.
+// Runs the map step by step over (0, kMaxSigma] and throws std::invalid_argument saying at which
+// step (0-based) and singular value the result is not finite, not positive, or above
+// kMaxMappedValue, so that a bad set fails when it is built, not in a training run. An empty list
+// is refused as well.
 void validateCoefficients(const std::vector<Coefficients>& steps);
 
 // The composed map at one singular value.

@@ -6,17 +6,17 @@
 // Every parameter must have at least 2 dimensions; use torch::optim::AdamW for the rest. State key
 // "momentum_buffer", fp32 for fp16/bf16 parameters (which also get an fp32 "master").
 //
-// With an OwnerCollectives, gradients are averaged onto each parameter's owner (by OwnershipPlan over a
-// 1 x N mesh), the owner updates, and the result is broadcast: data parallel training in two calls.
-// The plan sees a parameter as "<group>.<index>". All ranks must give the same parameters in the same
-// order, with equal values and equal requires_grad, and step together. step() issues one reduction of
-// every parameter that requires a gradient, and one broadcast of those that had one on some rank;
-// which these are the ranks agree on in the reduction. A rank without a gradient contributes zeros; a
-// parameter without one on any rank keeps its bits. p.grad is left as it is: local, not averaged. If the
-// reduction fails, step() throws on every rank and neither weights nor momentum have changed.
+// With an OwnerCollectives, gradients are averaged onto each parameter's owner (by OwnershipPlan
+// over a 1 x N mesh), the owner updates, and the result is broadcast: data parallel training in two
+// calls. The plan sees a parameter as "<group>.<index>". All ranks must give the same parameters in
+// the same order, with equal values and equal requires_grad, and step together. step() issues one
+// reduction of every parameter that requires a gradient, and one broadcast of those that had one on
+// some rank; which these are the ranks agree on in the reduction. A rank without a gradient
+// contributes zeros; a parameter without one on any rank keeps its bits. p.grad is left as it is:
+// local, not averaged. If the reduction fails, step() throws on every rank and neither weights nor
+// momentum have changed.
 //
-// A parameter group's own MuonOptions are taken whole: LibTorch merges the defaults of its own
-// optimizers only.
+// A parameter group's own MuonOptions are taken whole, not merged with the defaults.
 //
 // save() writes this rank's part: momentum and master live on owners alone. So every rank saves and
 // loads its own archive; load() refuses one of another rank, group size or plan.
@@ -68,6 +68,10 @@ class Muon : public torch::optim::Optimizer {
                 std::shared_ptr<OwnerCollectives> group = nullptr);
   explicit Muon(std::vector<torch::Tensor> parameters, MuonOptions defaults = {},
                 std::shared_ptr<OwnerCollectives> group = nullptr);
+
+  // Hides the base's, which in recent versions replaces the options of a group by the defaults
+  // unless the optimizer is one of LibTorch's own.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   // The closure, if any, runs with gradients enabled; its loss is returned.
   torch::Tensor step(LossClosure closure = nullptr) override;

@@ -50,16 +50,17 @@ NewtonSchulzConfig makeNewtonSchulzConfig(const std::string& coefficients, int64
 NewtonSchulzConfig makeNewtonSchulzConfig(std::vector<Coefficients> steps,
                                           std::vector<int64_t> restarts);
 
-// Throws c10::Error if steps or restarts are out of order, or if the Gram form loses its footing when
-// iterated in `dtype`: rounding gives R = X X^T eigenvalues down to about -d (d = 5e-4 in fp16, 4e-3 in
-// bf16), which every step of a segment multiplies by about a^2. Refused is what grows beyond 1/4
-// before it is next used: then the list needs an earlier restart. newtonSchulz checks this itself.
+// Throws c10::Error if steps or restarts are out of order, or if the Gram form loses its footing
+// when iterated in `dtype`: rounding gives R = X X^T eigenvalues down to about -d (d = 5e-4 in
+// fp16, 4e-3 in bf16), which every step of a segment multiplies by about a^2. Refused is what grows
+// beyond 1/4 before it is next used: then the list needs an earlier restart. newtonSchulz checks
+// this itself.
 void checkNewtonSchulzConfig(const NewtonSchulzConfig& config, at::ScalarType dtype);
 
-// g: (m, n) or (batch, m, n), fp16, bf16, fp32 or fp64, any strides, any finite scale. Returns a new
-// contiguous tensor of the same shape in the iteration's dtype. A zero matrix gives zeros; a
-// non-finite one gives NaN throughout that matrix. The norm is accumulated in fp64 and never under- or
-// overflows. On CUDA nothing waits for the device.
+// g: (m, n) or (batch, m, n), fp16, bf16, fp32 or fp64, any strides, any finite scale. Returns a
+// new contiguous tensor of the same shape in the iteration's dtype. A zero matrix gives zeros; a
+// non-finite one gives NaN throughout that matrix. The norm is accumulated in fp64 and never under-
+// or overflows. On CUDA nothing waits for the device.
 at::Tensor newtonSchulz(const at::Tensor& g, const NewtonSchulzConfig& config);
 
 // FLOPs of one (m, n) matrix with the form that newtonSchulz would take; a multiply-add counts 2.

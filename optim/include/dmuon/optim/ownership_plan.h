@@ -2,10 +2,10 @@
 // the same plan without talking. Free of ATen.
 //
 // Longest-processing-time-first over the R*G slots: matrices by cost, then bytes, both descending,
-// then name; each goes to the slot with the least cost so far, then the fewest bytes, then the lowest
-// slot index, among the slots where its unit is not crowded: a unit of k matrices puts at most
-// ceil(k / G) in one column and at most ceil(k / (R*G)) in one slot, so that a unit's broadcast has
-// many sources. The order in which matrices are listed does not matter.
+// then name; each goes to the slot with the least cost so far, then the fewest bytes, then the
+// lowest slot index, among the slots where its unit is not crowded: a unit of k matrices puts at
+// most ceil(k / G) in one column and at most ceil(k / (R*G)) in one slot, so that a unit's
+// broadcast has many sources. The order in which matrices are listed does not matter.
 //
 // After: Graham, "Bounds on multiprocessing timing anomalies" (1969).
 #pragma once
@@ -38,7 +38,8 @@ struct PlanOptions {
 
 class OwnershipPlan {
  public:
-  // Throws std::invalid_argument for duplicate names, bad shapes, an unknown cost or mesh sizes < 1.
+  // Throws std::invalid_argument for duplicate names, bad shapes, an unknown cost or mesh sizes
+  // < 1.
   OwnershipPlan(std::vector<PlanMatrix> matrices, PlanOptions options);
 
   // Sorted by name.
