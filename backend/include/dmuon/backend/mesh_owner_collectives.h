@@ -5,9 +5,9 @@
 // A broadcast goes the other way: along the owner's column, then inside each row. So a column rank
 // moves P/G bytes across replicas instead of P.
 //
-// Both groups' operations are submitted at once, the second held back by OwnerOptions::after, so the
-// order of operations on either group is the caller's order of calls here and nothing else.
-// A mesh dimension of size 1 is never communicated on. Semantics, errors and thread-safety are those
+// Both groups' operations are submitted at once, the second held back by OwnerOptions::after, so
+// the order of operations on either group is the caller's order of calls here and nothing else. A
+// mesh dimension of size 1 is never communicated on. Semantics, errors and thread-safety are those
 // of OwnerCollectives. The object keeps no tensors; it must outlive its pending Works' submission
 // only, not their completion. Both groups must outlive the Works.
 //
@@ -43,8 +43,8 @@ class MeshOwnerCollectives {
                               const std::vector<Slot>& owners, OwnerOptions options = {});
 
   // As OwnerCollectives::broadcastFromOwners, to all R*G ranks.
-  OwnerWorkPtr broadcastFromOwners(std::vector<at::Tensor> tensors,
-                                   const std::vector<Slot>& owners, OwnerOptions options = {});
+  OwnerWorkPtr broadcastFromOwners(std::vector<at::Tensor> tensors, const std::vector<Slot>& owners,
+                                   OwnerOptions options = {});
 
   const std::shared_ptr<OwnerCollectives>& replicate() const { return replicate_; }
   const std::shared_ptr<OwnerCollectives>& shard() const { return shard_; }

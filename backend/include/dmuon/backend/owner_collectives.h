@@ -13,7 +13,8 @@
 //
 // Memory. Inputs and outputs are kept alive until the returned Work completes. Inputs must not be
 // written, and outputs must be neither read nor written, before then. A reduction never writes to a
-// tensor on a rank that does not own it. Scratch: at most the bytes a rank owns times the group size.
+// tensor on a rank that does not own it. Scratch: at most the bytes a rank owns times the group
+// size.
 //
 // Numerics. The sum runs over ranks 0, 1, ..., N-1 in that order, always; fp16, bf16 and fp32 are
 // accumulated in fp32, fp64 in fp64. The sum is divided by the divisor once, at the owner, in the
@@ -64,11 +65,12 @@ struct OwnerOptions {
   OwnerWorkPtr flags_from;
   // Names the operation in errors, e.g. the unit. Must be equal on all ranks.
   std::string label;
-  // A few bytes that ride along and are OR-ed over the ranks. The same length on all ranks; up to 32
-  // bytes are free, more cost a small message per peer.
+  // A few bytes that ride along and are OR-ed over the ranks. The same length on all ranks; up to
+  // 32 bytes are free, more cost a small message per peer.
   std::vector<uint8_t> flags;
   // Lines of text that must be equal on all ranks, for what the tensor list does not say (the mesh
-  // forms put the tensors of other columns here). The first line that differs is named in the error.
+  // forms put the tensors of other columns here). The first line that differs is named in the
+  // error.
   std::string must_match;
 };
 
@@ -86,8 +88,7 @@ class OwnerCollectives {
   //   the input's shape, and the input's dtype or the accumulation dtype. May be the input itself.
   // The Work's result() holds the outputs.
   virtual OwnerWorkPtr reduceToOwners(std::vector<at::Tensor> inputs,
-                                      std::vector<at::Tensor> outputs,
-                                      std::vector<int64_t> owners,
+                                      std::vector<at::Tensor> outputs, std::vector<int64_t> owners,
                                       OwnerOptions options = {}) = 0;
 
   // tensors[i]: contiguous, the same shape and dtype on all ranks, any dtype; read on its owner,

@@ -1,0 +1,45 @@
+// Owner collectives for CPU tensors over the inner backend's send and receive.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <dmuon/backend/owner_collectives.h>
+
+#include "operation_queue.h"
+
+namespace dmuon {
+
+class CpuOwnerCollectives final : public OwnerCollectives {
+ public:
+  // `inner` may be null if size is 1. `role` becomes part of the name.
+  CpuOwnerCollectives(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel,
+                      std::string group, std::string role, std::chrono::milliseconds timeout);
+  // Lets pending operations end, at most for the time-out, then fails them.
+  ~CpuOwnerCollectives() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  const std::string& groupName() const override { return group_; }
+
+  OwnerWorkPtr reduceToOwners(std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                              std::vector<int64_t> owners, OwnerOptions options) override;
+  OwnerWorkPtr broadcastFromOwners(std::vector<at::Tensor> tensors, std::vector<int64_t> owners,
+                                   OwnerOptions options) override;
+  OwnerCounters counters() const override { return queue_->counters(); }
+  void drain() override { queue_->drain(); }
+  void abort(const std::string& reason) override { queue_->abort(reason); }
+
+  void setTimeout(std::chrono::milliseconds timeout) { queue_->setTimeout(timeout); }
+  void shutdown() { queue_->shutdown(); }
+
+ private:
+  const int rank_;
+  const int size_;
+  const std::string group_;  // with the role
+  const std::string role_;
+  std::shared_ptr<OperationQueue> queue_;
+};
+
+}  // namespace dmuon

@@ -1,0 +1,350 @@
+#include "exchange.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce_kernels.h"
+
+namespace dmuon {
+namespace {
+
+const char* toString(Exchange::Phase phase) {
+  switch (phase) {
+    case Exchange::Phase::header:
+      return "header";
+    case Exchange::Phase::text:
+      return "description of the operation";
+    case Exchange::Phase::flags:
+      return "flags";
+    case Exchange::Phase::payload:
+      return "payload";
+  }
+  return "";
+}
+
+// How long a message that is probably there already is given.
+constexpr std::chrono::milliseconds kGrace{20};
+
+at::Tensor newBytes(int64_t size) { return at::empty({size}, at::kByte); }
+
+at::Tensor copyOf(const void* data, size_t size) {
+  at::Tensor bytes = newBytes(static_cast<int64_t>(size));
+  std::memcpy(bytes.mutable_data_ptr(), data, size);
+  return bytes;
+}
+
+at::Tensor viewOf(const void* data, int64_t size) {
+  return at::from_blob(const_cast<void*>(data), {size}, at::kByte);
+}
+
+std::string textOf(const at::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
+}
+
+std::string refusalOrProposal(const Operation& op) {
+  return op.refusal.empty() ? encode(op.proposal) : op.refusal;
+}
+
+}  // namespace
+
+Exchange::Exchange(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel)
+    : rank_(rank), size_(size), channel_(channel) {
+  if (size > 1) peers_.emplace(std::move(inner));
+}
+
+void Exchange::interrupt() {
+  if (peers_) peers_->interrupt();
+}
+
+Exchange::Moved Exchange::run(Operation& op, std::chrono::milliseconds timeout) {
+  Moved moved;
+  timeout_ = timeout;
+  // Peers may wait for the operation before this one up to their time-out before they come here.
+  deadline_ = Clock::now() + (op.held_back ? 2 : 1) * timeout;
+  const std::vector<Header> headers = exchangeHeaders(op);
+  agree(op, headers);
+  deadline_ = Clock::now() + timeout;
+  moved.flags = mergeFlags(op, headers);
+  if (op.proposal.op == OwnerOp::reduce) {
+    reduce(op, moved);
+  } else {
+    broadcast(op, moved);
+  }
+  return moved;
+}
+
+// 14 bits for the channel, 14 for the operation, 2 for the phase. The sequence number may wrap
+// around: a channel runs one operation at a time, and a peer is at most one ahead.
+int Exchange::tagOf(uint64_t seq, Phase phase) const {
+  return kReservedTags + (channel_ << 16) + static_cast<int>((seq % (1 << 14)) << 2) +
+         static_cast<int>(phase);
+}
+
+Header Exchange::headerOf(const Operation& op) const {
+  const std::string text = refusalOrProposal(op);
+  Header header;
+  header.state = op.refusal.empty() ? RankState::ready : RankState::refuses;
+  header.op = op.proposal.op;
+  header.flag_bytes = static_cast<uint16_t>(op.flags.size());
+  header.seq = op.seq;
+  header.hash = hashBytes(text);
+  header.text_bytes = text.size();
+  if (op.flags.size() <= kInlineFlagBytes) {
+    std::copy(op.flags.begin(), op.flags.end(), header.flags.begin());
+  }
+  return header;
+}
+
+std::vector<Header> Exchange::exchangeHeaders(Operation& op) {
+  std::vector<Header> headers(size_);
+  headers[rank_] = headerOf(op);
+  Round round{Phase::header};
+  const at::Tensor mine = copyOf(&headers[rank_], sizeof(Header));
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const int tag = tagOf(op.seq, Phase::header);
+    round.receives.push_back(peers_->receive(peer, tag, newBytes(sizeof(Header))));
+    round.sends.push_back(peers_->send(peer, tag, mine));
+  }
+  // A rank that has left takes no header from us either: it must be noticed before the sends are
+  // waited for.
+  await(op, round, round.receives, [&](const Transfer& transfer) {
+    Header& header = headers[transfer.peer];
+    std::memcpy(&header, transfer.bytes.const_data_ptr(), sizeof(Header));
+    if (header.magic != Header::kMagic || header.seq != op.seq) {
+      fail(op, round,
+           c10::str("rank ", transfer.peer, " sent something else than a header. Tags from ",
+                    kReservedTags, " on are reserved; do all ranks run the same dmuon?"));
+    }
+    if (header.state == RankState::leaves) {
+      fail(op, round,
+           c10::str("rank ", transfer.peer, " has left the group: ",
+                    receiveText(op.seq, transfer.peer, header.text_bytes)));
+    }
+  });
+  await(op, round, round.sends);
+  return headers;
+}
+
+void Exchange::agree(Operation& op, const std::vector<Header>& headers) {
+  for (const Header& header : headers) {
+    if (header.state != RankState::ready || !header.agreesWith(headers[0])) {
+      failTogether(op, headers);
+    }
+  }
+}
+
+// Every rank has seen the same headers, so every rank comes here and sends its text to all others.
+void Exchange::failTogether(Operation& op, const std::vector<Header>& headers) {
+  std::vector<std::string> texts(size_);
+  texts[rank_] = refusalOrProposal(op);
+  Round round{Phase::text};
+  const at::Tensor mine = copyOf(texts[rank_].data(), texts[rank_].size());
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const int tag = tagOf(op.seq, Phase::text);
+    const auto bytes = static_cast<int64_t>(headers[peer].text_bytes);
+    round.receives.push_back(peers_->receive(peer, tag, newBytes(bytes)));
+    round.sends.push_back(peers_->send(peer, tag, mine));
+  }
+  finish(op, round);
+  for (const Transfer& transfer : round.receives) texts[transfer.peer] = textOf(transfer.bytes);
+
+  std::string refusals;
+  std::vector<Proposal> proposals;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (headers[rank].state == RankState::refuses) {
+      refusals +=
+          c10::str(refusals.empty() ? "" : "; ", "rank ", rank, " cannot take part: ", texts[rank]);
+    } else if (refusals.empty()) {
+      proposals.push_back(decode(texts[rank]));
+    }
+  }
+  TORCH_CHECK(refusals.empty(), op.name, ": ", refusals);
+  TORCH_CHECK(false, op.name, ": the ranks do not ask for the same operation: ",
+              firstDifference(proposals).value_or("their descriptions differ"),
+              ". No data has moved");
+}
+
+std::vector<uint8_t> Exchange::mergeFlags(Operation& op, const std::vector<Header>& headers) {
+  std::vector<uint8_t> merged = op.flags;
+  const auto merge = [&merged](const uint8_t* flags) {
+    for (size_t i = 0; i < merged.size(); ++i) merged[i] |= flags[i];
+  };
+  if (merged.size() <= kInlineFlagBytes) {
+    for (const Header& header : headers) merge(header.flags.data());
+    return merged;
+  }
+  Round round{Phase::flags};
+  const at::Tensor mine = copyOf(op.flags.data(), op.flags.size());
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const int tag = tagOf(op.seq, Phase::flags);
+    round.receives.push_back(peers_->receive(peer, tag, newBytes(mine.numel())));
+    round.sends.push_back(peers_->send(peer, tag, mine));
+  }
+  finish(op, round);
+  for (const Transfer& transfer : round.receives) {
+    merge(static_cast<const uint8_t*>(transfer.bytes.const_data_ptr()));
+  }
+  return merged;
+}
+
+void Exchange::reduce(Operation& op, Moved& moved) {
+  const std::vector<TensorSpec>& tensors = op.proposal.tensors;
+  const std::vector<Block> blocks = layoutByOwner(tensors, size_);
+  const Block& mine = blocks[rank_];
+  const int tag = tagOf(op.seq, Phase::payload);
+  Round round{Phase::payload};
+  std::vector<const char*> received(size_, nullptr);
+  for (int peer = 0; peer < size_ && mine.bytes > 0; ++peer) {
+    if (peer == rank_) continue;
+    at::Tensor scratch = newBytes(mine.bytes);
+    received[peer] = static_cast<const char*>(scratch.const_data_ptr());
+    round.receives.push_back(peers_->receive(peer, tag, std::move(scratch)));
+    moved.received += mine.bytes;
+  }
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || blocks[peer].bytes == 0) continue;
+    const char* in_place = adjacentMemory(blocks[peer], tensors, op.inputs);
+    at::Tensor bytes =
+        in_place ? viewOf(in_place, blocks[peer].bytes) : newBytes(blocks[peer].bytes);
+    if (!in_place) {
+      pack(blocks[peer], tensors, op.inputs, static_cast<char*>(bytes.mutable_data_ptr()));
+    }
+    round.sends.push_back(peers_->send(peer, tag, std::move(bytes)));
+    moved.sent += blocks[peer].bytes;
+  }
+  finish(op, round);
+
+  std::vector<const void*> parts(size_);
+  for (size_t k = 0; k < mine.tensors.size(); ++k) {
+    const size_t i = mine.tensors[k];
+    for (int rank = 0; rank < size_; ++rank) {
+      parts[rank] = rank == rank_ ? op.inputs[i] : received[rank] + mine.offsets[k];
+    }
+    sumBlocks(tensors[i].dtype, parts.data(), size_, tensors[i].numel(), op.proposal.divisor,
+              op.output_dtypes[i], op.outputs[i]);
+  }
+}
+
+void Exchange::broadcast(Operation& op, Moved& moved) {
+  const std::vector<TensorSpec>& tensors = op.proposal.tensors;
+  const std::vector<Block> blocks = layoutByOwner(tensors, size_);
+  const std::vector<const void*> outputs(op.outputs.begin(), op.outputs.end());
+  const Block& mine = blocks[rank_];
+  const int tag = tagOf(op.seq, Phase::payload);
+  Round round{Phase::payload};
+  std::vector<const char*> to_unpack(size_, nullptr);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || blocks[peer].bytes == 0) continue;
+    const char* in_place = adjacentMemory(blocks[peer], tensors, outputs);
+    at::Tensor bytes =
+        in_place ? viewOf(in_place, blocks[peer].bytes) : newBytes(blocks[peer].bytes);
+    if (!in_place) to_unpack[peer] = static_cast<const char*>(bytes.const_data_ptr());
+    round.receives.push_back(peers_->receive(peer, tag, std::move(bytes)));
+    moved.received += blocks[peer].bytes;
+  }
+  if (mine.bytes > 0 && size_ > 1) {
+    const char* in_place = adjacentMemory(mine, tensors, op.inputs);
+    const at::Tensor bytes = in_place ? viewOf(in_place, mine.bytes) : newBytes(mine.bytes);
+    if (!in_place) pack(mine, tensors, op.inputs, static_cast<char*>(bytes.mutable_data_ptr()));
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      round.sends.push_back(peers_->send(peer, tag, bytes));
+      moved.sent += mine.bytes;
+    }
+  }
+  finish(op, round);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (to_unpack[peer]) unpack(blocks[peer], tensors, to_unpack[peer], op.outputs);
+  }
+}
+
+void Exchange::finish(Operation& op, Round& round) {
+  await(op, round, round.receives);
+  await(op, round, round.sends);
+}
+
+// The first peer found dead ends it; a time-out looks at the remaining peers once, so that the
+// error names every missing rank.
+void Exchange::await(Operation& op, Round& round, std::vector<Transfer>& transfers,
+                     const std::function<void(const Transfer&)>& on_done) {
+  std::vector<int> silent;
+  std::string reasons;
+  for (Transfer& transfer : transfers) {
+    const auto deadline = silent.empty() ? deadline_ : Clock::now() + kGrace;
+    switch (peers_->wait(transfer, deadline)) {
+      case Peers::Outcome::done:
+        if (on_done) on_done(transfer);
+        break;
+      case Peers::Outcome::interrupted:
+        fail(op, round, "interrupted");
+      case Peers::Outcome::gone:
+        fail(op, round, c10::str(reasons, "rank ", transfer.peer, " is gone: ", transfer.failure));
+      case Peers::Outcome::timed_out:
+        silent.push_back(transfer.peer);
+        if (auto farewell = farewellOf(transfer.peer, op.seq + 1)) {
+          reasons += c10::str("rank ", transfer.peer, " has left the group: ", *farewell, "; ");
+        }
+    }
+  }
+  if (silent.empty()) return;
+  const auto waited = (op.held_back && round.kind == Phase::header ? 2 : 1) * timeout_;
+  fail(op, round,
+       c10::str(reasons, rankList(silent), " did not take part within ", waited.count(),
+                " ms (waiting for the ", toString(round.kind),
+                "). Does every rank submit this operation?"));
+}
+
+void Exchange::fail(Operation& op, Round& round, const std::string& why) {
+  std::vector<Transfer> transfers = std::move(round.receives);
+  std::move(round.sends.begin(), round.sends.end(), std::back_inserter(transfers));
+  if (!transfers.empty()) peers_->giveUp(std::move(transfers), op.memory);
+  throw Fatal(c10::str(op.name, ": ", why));
+}
+
+// A peer that gave up during this operation has said so where the next one's header would be.
+std::optional<std::string> Exchange::farewellOf(int peer, uint64_t seq) {
+  Transfer transfer = peers_->receive(peer, tagOf(seq, Phase::header), newBytes(sizeof(Header)));
+  if (peers_->wait(transfer, Clock::now() + kGrace) != Peers::Outcome::done) {
+    peers_->giveUp({std::move(transfer)}, {});
+    return std::nullopt;
+  }
+  Header header;
+  std::memcpy(&header, transfer.bytes.const_data_ptr(), sizeof(Header));
+  if (header.state != RankState::leaves) return std::nullopt;
+  return receiveText(seq, peer, header.text_bytes);
+}
+
+std::string Exchange::receiveText(uint64_t seq, int peer, uint64_t bytes) {
+  Transfer transfer =
+      peers_->receive(peer, tagOf(seq, Phase::text), newBytes(static_cast<int64_t>(bytes)));
+  if (peers_->wait(transfer, Clock::now() + 10 * kGrace) == Peers::Outcome::done) {
+    return textOf(transfer.bytes);
+  }
+  peers_->giveUp({std::move(transfer)}, {});
+  return "for a reason that did not arrive";
+}
+
+void Exchange::leave(uint64_t seq, const std::string& why) {
+  if (!peers_) return;
+  Header header;
+  header.state = RankState::leaves;
+  header.seq = seq;
+  header.text_bytes = why.size();
+  const at::Tensor header_bytes = copyOf(&header, sizeof(header));
+  const at::Tensor text = copyOf(why.data(), why.size());
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    transfers.push_back(peers_->send(peer, tagOf(seq, Phase::header), header_bytes));
+    transfers.push_back(peers_->send(peer, tagOf(seq, Phase::text), text));
+  }
+  peers_->giveUp(std::move(transfers), {});
+}
+
+}  // namespace dmuon

@@ -1,0 +1,6 @@
+// Stand-in, see ../README.md.
+#pragma once
+
+namespace gloo::transport {
+class Device;
+}

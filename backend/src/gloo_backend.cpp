@@ -1,0 +1,57 @@
+#include "gloo_backend.h"
+
+#define USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <cstdlib>
+#include <sstream>
+#include <string>
+
+#include <dmuon/backend/factory.h>
+
+namespace dmuon {
+namespace {
+
+using c10d::ProcessGroupGloo;
+
+// The same choice as Python's ProcessGroupGloo(store, rank, size, timeout).
+void addDevices(ProcessGroupGloo::Options& options) {
+  const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+  if (interfaces == nullptr || *interfaces == '\0') {
+    options.devices.push_back(ProcessGroupGloo::createDefaultDevice());
+    return;
+  }
+  std::istringstream names(interfaces);
+  for (std::string name; std::getline(names, name, ',');) {
+    options.devices.push_back(ProcessGroupGloo::createDeviceForInterface(name));
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> makeGlooBackend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank, int size,
+                                                  std::chrono::milliseconds timeout) {
+  auto options = ProcessGroupGloo::Options::create(timeout);
+  addDevices(*options);
+  options->threads = 2 * static_cast<int>(options->devices.size());
+  return c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> copyGlooOptions(
+    const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  const auto* gloo = dynamic_cast<const ProcessGroupGloo::Options*>(options.get());
+  if (gloo == nullptr) return options;
+  return c10::make_intrusive<ProcessGroupGloo::Options>(*gloo);
+}
+
+c10::intrusive_ptr<ProcessGroupDMuon> createProcessGroup(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout, const std::string& group_name) {
+  auto options = c10::make_intrusive<ProcessGroupDMuon::Options>(timeout);
+  options->group_name = group_name;
+  return c10::make_intrusive<ProcessGroupDMuon>(
+      rank, size, makeGlooBackend(store, rank, size, timeout), BackendPtr(), std::move(options));
+}
+
+}  // namespace dmuon

@@ -1,0 +1,94 @@
+#include "host_work.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <mutex>
+#include <utility>
+
+namespace dmuon {
+
+HostWork::HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
+                   std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout)
+    : OwnerWork(rank, type),
+      seq_(seq),
+      name_(std::move(name)),
+      outputs_(std::move(outputs)),
+      timeout_(timeout),
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
+
+// A callback that throws must not take the group's thread with it.
+template <typename Complete>
+void HostWork::completeFuture(Complete&& complete) {
+  try {
+    complete();
+  } catch (const std::exception& error) {
+    TORCH_WARN(name_, ": a callback on its future has thrown: ", error.what());
+  }
+}
+
+// The work is completed before its future: a callback may wait for the work it belongs to.
+void HostWork::succeed(std::vector<uint8_t> flags) {
+  {
+    std::unique_lock lock(mutex_);
+    flags_ = std::move(flags);
+  }
+  finish();
+  completeFuture([this] { future_->markCompleted(c10::IValue(outputs_)); });
+}
+
+void HostWork::fail(std::exception_ptr error) {
+  finish(error);
+  completeFuture([&] { future_->setError(error); });
+}
+
+bool HostWork::isCompleted() {
+  std::unique_lock lock(mutex_);
+  return completed_;
+}
+
+bool HostWork::isSuccess() const {
+  std::unique_lock lock(mutex_);
+  return completed_ && !exception_;
+}
+
+std::exception_ptr HostWork::exception() const {
+  std::unique_lock lock(mutex_);
+  return exception_;
+}
+
+bool HostWork::wait(std::chrono::milliseconds timeout) {
+  {
+    std::unique_lock lock(mutex_);
+    const auto completed = [this] { return completed_; };
+    if (timeout == kNoTimeout) {
+      cv_.wait(lock, completed);
+    } else if (!cv_.wait_for(lock, timeout, completed)) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str(name_, ": not complete after the ", timeout.count(),
+                               " ms that wait() was given. It goes on; wait again for its end"));
+    }
+  }
+  future_->wait();  // so that a future is never behind the work it came from
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+void HostWork::requireSuccess(const char* what) {
+  std::unique_lock lock(mutex_);
+  TORCH_CHECK(completed_, name_, ": ", what, " is known once wait() has returned");
+  if (exception_) std::rethrow_exception(exception_);
+}
+
+std::vector<uint8_t> HostWork::flags() {
+  requireSuccess("flags()");
+  return flags_;
+}
+
+std::vector<at::Tensor> HostWork::result() {
+  requireSuccess("result()");
+  return outputs_;
+}
+
+}  // namespace dmuon

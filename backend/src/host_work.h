@@ -1,0 +1,51 @@
+// A Work that some host thread completes: of the owner collectives, and of collectives that end
+// with a step of our own after the inner backend's.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include <dmuon/backend/owner_collectives.h>
+
+namespace dmuon {
+
+class HostWork final : public OwnerWork {
+ public:
+  // `name` opens error texts; `outputs` are what result() and the future hold.
+  HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
+           std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout);
+
+  // Exactly one of these, once. Callbacks on the future run here, on the calling thread.
+  void succeed(std::vector<uint8_t> flags);
+  void fail(std::exception_ptr error);
+
+  std::vector<uint8_t> flags() override;
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override {}
+  // An expired time-out throws; the operation goes on, and may be waited for again.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  uint64_t getSequencenumber() const override { return seq_; }
+  std::chrono::milliseconds getTimeout() const { return timeout_; }
+
+ private:
+  template <typename Complete>
+  void completeFuture(Complete&& complete);
+  void requireSuccess(const char* what);
+
+  const uint64_t seq_;
+  const std::string name_;
+  const std::vector<at::Tensor> outputs_;
+  const std::chrono::milliseconds timeout_;
+  std::vector<uint8_t> flags_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+using HostWorkPtr = c10::intrusive_ptr<HostWork>;
+
+}  // namespace dmuon

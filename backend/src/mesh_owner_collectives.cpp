@@ -1,0 +1,227 @@
+#include <dmuon/backend/mesh_owner_collectives.h>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_like.h>
+
+#include <utility>
+
+#include "cpu_owner_collectives.h"
+
+namespace dmuon {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+struct Mesh {
+  int64_t rows;
+  int64_t columns;
+  Slot self;
+
+  int64_t flat(const Slot& slot) const { return slot.replicate * columns + slot.shard; }
+};
+
+std::string describe(const Slot& slot) {
+  return c10::str("(", slot.replicate, ", ", slot.shard, ")");
+}
+
+std::string nameOnMesh(const Mesh& mesh, OwnerOp op, const std::string& label) {
+  return c10::str("dmuon: ", toString(op), " on mesh (", mesh.rows, ", ", mesh.columns, ") slot ",
+                  describe(mesh.self), label.empty() ? "" : " '" + label + "'");
+}
+
+// The owners as ranks of the whole mesh, or why that cannot be said.
+std::string flatten(const Mesh& mesh, const std::vector<Slot>& owners, std::vector<int64_t>& flat) {
+  for (size_t i = 0; i < owners.size(); ++i) {
+    const Slot& owner = owners[i];
+    if (owner.replicate < 0 || owner.replicate >= mesh.rows || owner.shard < 0 ||
+        owner.shard >= mesh.columns) {
+      return c10::str("owner ", describe(owner), " of tensor ", i,
+                      " is out of range: slots are (0, 0) to (", mesh.rows - 1, ", ",
+                      mesh.columns - 1, ")");
+    }
+    flat.push_back(mesh.flat(owner));
+  }
+  return "";
+}
+
+// A group sees only its own column's tensors, or only the owners' columns; these lines let both
+// stages compare everything.
+std::string wholeList(const std::vector<TensorSpec>& tensors, const std::vector<Slot>& owners) {
+  std::string lines;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    lines += "tensor " + std::to_string(i) + " is " + shapeText(tensors[i]) + " owned by slot (" +
+             std::to_string(owners[i].replicate) + ", " + std::to_string(owners[i].shard) + ")\n";
+  }
+  return lines;
+}
+
+OwnerOptions stage(const OwnerOptions& options, int number, std::string must_match) {
+  OwnerOptions copy = options;
+  copy.label =
+      c10::str(options.label, options.label.empty() ? "" : ", ", "stage ", number, " of 2");
+  copy.must_match += std::move(must_match);
+  return copy;
+}
+
+// Stage two starts when stage one has ended, and takes its flags over.
+OwnerOptions secondStage(const OwnerOptions& options, std::string must_match,
+                         const OwnerWorkPtr& first) {
+  OwnerOptions copy = stage(options, 2, std::move(must_match));
+  copy.after = first;
+  copy.flags_from = first;
+  copy.flags.clear();
+  return copy;
+}
+
+// One Work for both stages. It ends with the second, which ends after the first.
+OwnerWorkPtr wholeWork(const OwnerWorkPtr& last, int rank, const std::string& name,
+                       Tensors outputs) {
+  auto whole =
+      c10::make_intrusive<HostWork>(rank, last->retrieveOpType(), last->getSequencenumber(), name,
+                                    std::move(outputs), kNoTimeout);
+  last->getFuture()->addCallback([whole, last](c10::ivalue::Future& ended) {
+    if (ended.hasError()) {
+      whole->fail(ended.exception_ptr());
+    } else {
+      whole->succeed(last->flags());
+    }
+  });
+  return whole;
+}
+
+// Tells both groups' peers, who would wait otherwise, and then the caller.
+[[noreturn]] void refuse(const std::vector<OwnerCollectives*>& groups, const Operation& op,
+                         const OwnerOptions& options, const std::string& text) {
+  auto refused =
+      c10::make_intrusive<HostWork>(-1, c10d::OpType::UNKNOWN, 0, text, Tensors{}, kNoTimeout);
+  const c10::ValueError error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+  refused->fail(std::make_exception_ptr(error));
+  for (OwnerCollectives* group : groups) {
+    if (group == nullptr || group->size() == 1) continue;
+    OwnerOptions failing;
+    failing.label = options.label;
+    failing.after = refused;
+    if (op.proposal.op == OwnerOp::reduce) {
+      group->reduceToOwners({}, {}, {}, failing);
+    } else {
+      group->broadcastFromOwners({}, {}, failing);
+    }
+  }
+  throw error;
+}
+
+std::vector<int64_t> coordinates(const std::vector<Slot>& owners, int64_t Slot::*which) {
+  std::vector<int64_t> result;
+  for (const Slot& owner : owners) result.push_back(owner.*which);
+  return result;
+}
+
+// The part of the list that is owned in one column, with the owners' rows.
+struct ColumnPart {
+  std::vector<size_t> positions;
+  std::vector<int64_t> rows;
+
+  ColumnPart(const std::vector<Slot>& owners, int64_t column) {
+    for (size_t i = 0; i < owners.size(); ++i) {
+      if (owners[i].shard != column) continue;
+      positions.push_back(i);
+      rows.push_back(owners[i].replicate);
+    }
+  }
+  Tensors of(const Tensors& all) const {
+    Tensors part;
+    for (size_t i : positions) part.push_back(all[i]);
+    return part;
+  }
+};
+
+}  // namespace
+
+MeshOwnerCollectives::MeshOwnerCollectives(std::shared_ptr<OwnerCollectives> replicate,
+                                           std::shared_ptr<OwnerCollectives> shard)
+    : replicate_(std::move(replicate)), shard_(std::move(shard)) {
+  if (!replicate_ && !shard_) {
+    shard_ = std::make_shared<CpuOwnerCollectives>(nullptr, 0, 1, 0, "one rank", "",
+                                                   std::chrono::minutes(30));
+  }
+}
+
+int64_t MeshOwnerCollectives::replicateSize() const { return replicate_ ? replicate_->size() : 1; }
+int64_t MeshOwnerCollectives::shardSize() const { return shard_ ? shard_->size() : 1; }
+
+Slot MeshOwnerCollectives::slot() const {
+  return {replicate_ ? replicate_->rank() : 0, shard_ ? shard_->rank() : 0};
+}
+
+OwnerWorkPtr MeshOwnerCollectives::reduceToOwners(Tensors inputs, Tensors outputs,
+                                                  const std::vector<Slot>& owners,
+                                                  OwnerOptions options) {
+  const Mesh mesh{replicateSize(), shardSize(), slot()};
+  const std::string name = nameOnMesh(mesh, OwnerOp::reduce, options.label);
+  std::vector<int64_t> flat;
+  std::string refusal = flatten(mesh, owners, flat);
+  // Everything is checked before anything is submitted, so that a refusal reaches both groups.
+  const OperationPtr whole =
+      makeReduce(inputs, outputs, flat, options, static_cast<int>(mesh.flat(mesh.self)),
+                 static_cast<int>(mesh.rows * mesh.columns));
+  if (refusal.empty()) refusal = whole->refusal;
+  if (!refusal.empty()) {
+    refuse({shard_.get(), replicate_.get()}, *whole, options, name + ": " + refusal);
+  }
+  if (mesh.rows == 1 && shard_) {
+    return shard_->reduceToOwners(std::move(inputs), std::move(outputs),
+                                  coordinates(owners, &Slot::shard), std::move(options));
+  }
+  if (mesh.columns == 1) {
+    return replicate_->reduceToOwners(std::move(inputs), std::move(outputs),
+                                      coordinates(owners, &Slot::replicate), std::move(options));
+  }
+
+  const std::string list = wholeList(whole->proposal.tensors, owners);
+  const ColumnPart column(owners, mesh.self.shard);
+  Tensors partial(inputs.size());
+  for (size_t i : column.positions) partial[i] = at::empty_like(inputs[i]);
+  const Tensors column_inputs = column.of(partial);
+
+  OwnerOptions first = stage(options, 1, list);
+  first.divisor = 1.0;
+  const OwnerWorkPtr one = shard_->reduceToOwners(std::move(inputs), std::move(partial),
+                                                  coordinates(owners, &Slot::shard), first);
+  const OwnerWorkPtr two = replicate_->reduceToOwners(column_inputs, column.of(outputs),
+                                                      column.rows, secondStage(options, list, one));
+  return wholeWork(two, static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
+}
+
+OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
+                                                       const std::vector<Slot>& owners,
+                                                       OwnerOptions options) {
+  const Mesh mesh{replicateSize(), shardSize(), slot()};
+  const std::string name = nameOnMesh(mesh, OwnerOp::broadcast, options.label);
+  std::vector<int64_t> flat;
+  std::string refusal = flatten(mesh, owners, flat);
+  const OperationPtr whole =
+      makeBroadcast(tensors, flat, options, static_cast<int>(mesh.flat(mesh.self)),
+                    static_cast<int>(mesh.rows * mesh.columns));
+  if (refusal.empty()) refusal = whole->refusal;
+  if (!refusal.empty()) {
+    refuse({replicate_.get(), shard_.get()}, *whole, options, name + ": " + refusal);
+  }
+  if (mesh.rows == 1 && shard_) {
+    return shard_->broadcastFromOwners(std::move(tensors), coordinates(owners, &Slot::shard),
+                                       std::move(options));
+  }
+  if (mesh.columns == 1) {
+    return replicate_->broadcastFromOwners(
+        std::move(tensors), coordinates(owners, &Slot::replicate), std::move(options));
+  }
+
+  const std::string list = wholeList(whole->proposal.tensors, owners);
+  const ColumnPart column(owners, mesh.self.shard);
+  const OwnerWorkPtr one =
+      replicate_->broadcastFromOwners(column.of(tensors), column.rows, stage(options, 1, list));
+  const OwnerWorkPtr two = shard_->broadcastFromOwners(tensors, coordinates(owners, &Slot::shard),
+                                                       secondStage(options, list, one));
+  return wholeWork(two, static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
+}
+
+}  // namespace dmuon

@@ -1,0 +1,266 @@
+#include "operation_queue.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <utility>
+
+namespace dmuon {
+namespace {
+
+std::exception_ptr groupError(const std::string& text) {
+  return std::make_exception_ptr(
+      c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
+}
+
+// Signals the end of somebody else's Work to a thread that may stop waiting for it.
+struct Ending {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool ended = false;
+  std::string error;
+};
+
+std::string messageOf(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+// Null for a Work that has no future, such as a plain send or receive of Gloo.
+c10::intrusive_ptr<c10::ivalue::Future> futureOf(const WorkPtr& work) {
+  try {
+    return work->getFuture();
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+OperationQueue::OperationQueue(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel,
+                               std::string group, std::chrono::milliseconds timeout)
+    : rank_(rank),
+      size_(size),
+      group_(std::move(group)),
+      timeout_(timeout),
+      exchange_(std::move(inner), rank, size, channel) {}
+
+OperationQueue::~OperationQueue() { shutdown(); }
+
+OwnerWorkPtr OperationQueue::submit(const OperationPtr& op) {
+  const char* const operation = toString(op->proposal.op);
+  const auto type =
+      op->proposal.op == OwnerOp::reduce ? c10d::OpType::REDUCE : c10d::OpType::BROADCAST;
+  std::unique_lock<std::mutex> lock(mutex_);
+  op->seq = next_seq_++;
+  op->name = c10::str(nameOnGroup(operation, group_, rank_, size_), ", operation ", op->seq);
+  if (!op->proposal.label.empty()) op->name += " '" + op->proposal.label + "'";
+  if (op->timeout.count() <= 0) op->timeout = timeout_.load();
+  op->work = c10::make_intrusive<HostWork>(rank_, type, op->seq, op->name, std::move(op->result),
+                                           op->timeout);
+  countersOf(*op).calls += 1;
+  countersOf(*op).tensors += static_cast<int64_t>(op->proposal.tensors.size());
+  if (stopping_ || !unusable_.empty()) {
+    lock.unlock();
+    failUnusable(*op);
+  } else if (size_ == 1 && !op->held_back && pending_.empty() && !busy_) {
+    busy_ = true;  // nobody to wait for: done here
+    lock.unlock();
+    execute(*op);
+    lock.lock();
+    busy_ = false;
+    lock.unlock();
+    changed_.notify_all();
+  } else {
+    if (!thread_.joinable()) {
+      thread_ = std::thread([self = shared_from_this()] { self->work(); });
+    }
+    pending_.push_back(op);
+    lock.unlock();
+    changed_.notify_all();
+  }
+  TORCH_CHECK_VALUE(op->refusal.empty(), op->name, ": ", op->refusal);
+  return op->work;
+}
+
+void OperationQueue::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return !busy_ && (!pending_.empty() || stopping_); });
+    if (pending_.empty()) return;
+    OperationPtr op = std::move(pending_.front());
+    pending_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    execute(*op);
+    op.reset();
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+void OperationQueue::execute(Operation& op) {
+  std::exception_ptr error;
+  Exchange::Moved moved;
+  try {
+    awaitDependencies(op);
+    moved = exchange_.run(op, op.timeout);
+  } catch (const Exchange::Fatal& fatal) {
+    becomeUnusable(fatal.what(), op.seq + 1);
+    std::lock_guard<std::mutex> lock(mutex_);
+    error = exchange_.interrupted() ? groupError(c10::str(op.name, ": ", unusable_))
+                                    : groupError(fatal.what());
+  } catch (...) {
+    error = std::current_exception();
+  }
+  op.memory.clear();
+  if (error) {
+    op.work->fail(std::move(error));
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    countersOf(op).bytes_sent += moved.sent;
+    countersOf(op).bytes_received += moved.received;
+  }
+  op.work->succeed(std::move(moved.flags));
+}
+
+void OperationQueue::awaitDependencies(Operation& op) {
+  const auto await = [&](const WorkPtr& dependency) {
+    std::string error;
+    if (awaitEnd(dependency, error)) return true;
+    if (op.refusal.empty()) {
+      op.refusal = "the operation that it was to come after has failed: " + error;
+    }
+    return false;
+  };
+  if (op.after) await(std::exchange(op.after, {}));
+  if (!op.flags_from) return;
+  const OwnerWorkPtr source = std::exchange(op.flags_from, {});
+  if (!await(source)) return;
+  const std::vector<uint8_t> flags = source->flags();
+  if (op.flags.empty()) op.flags.resize(flags.size());
+  if (flags.size() != op.flags.size()) {
+    op.refusal = c10::str("it has ", op.flags.size(),
+                          " flag bytes, but the operation that it takes "
+                          "flags from has ",
+                          flags.size());
+    return;
+  }
+  for (size_t i = 0; i < flags.size(); ++i) op.flags[i] |= flags[i];
+  op.proposal.flag_bytes = static_cast<uint32_t>(op.flags.size());
+}
+
+// Returns whether `dependency` ended well. Gives up if the group is aborted meanwhile.
+bool OperationQueue::awaitEnd(const WorkPtr& dependency, std::string& error) {
+  const auto future = futureOf(dependency);
+  if (!future) {
+    try {
+      dependency->wait();
+      return true;
+    } catch (...) {
+      error = messageOf(std::current_exception());
+      return false;
+    }
+  }
+  auto ending = std::make_shared<Ending>();
+  future->addCallback([ending](c10::ivalue::Future& ended) {
+    std::lock_guard<std::mutex> lock(ending->mutex);
+    if (ended.hasError()) ending->error = messageOf(ended.exception_ptr());
+    ending->ended = true;
+    ending->changed.notify_all();
+  });
+  constexpr std::chrono::milliseconds kLook{50};  // how soon an abort is noticed
+  std::unique_lock<std::mutex> lock(ending->mutex);
+  while (!ending->changed.wait_for(lock, kLook, [&] { return ending->ended; })) {
+    std::lock_guard<std::mutex> own_lock(mutex_);
+    if (!unusable_.empty()) {
+      ending->error = unusable_;
+      break;
+    }
+  }
+  error = ending->error;
+  return error.empty();
+}
+
+void OperationQueue::becomeUnusable(const std::string& why, uint64_t next_header) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (unusable_.empty()) unusable_ = why;
+  leave(lock, next_header);
+}
+
+void OperationQueue::abort(const std::string& reason) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!unusable_.empty()) return;
+  unusable_ = "aborted: " + reason;
+  exchange_.interrupt();
+  if (busy_) return;  // the worker fails its operation, then what is pending
+  leave(lock, pending_.empty() ? next_seq_ : pending_.front()->seq);
+}
+
+void OperationQueue::leave(std::unique_lock<std::mutex>& lock, uint64_t next_header) {
+  const std::string why = unusable_;
+  const std::deque<OperationPtr> pending = std::exchange(pending_, {});
+  lock.unlock();
+  exchange_.leave(next_header, why);
+  for (const OperationPtr& op : pending) failUnusable(*op);
+}
+
+void OperationQueue::failUnusable(Operation& op) {
+  std::string why;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    why = unusable_.empty() ? "it was shut down" : unusable_;
+  }
+  op.memory.clear();
+  op.work->fail(groupError(c10::str(op.name, ": the group is unusable: ", why)));
+}
+
+void OperationQueue::drain() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  TORCH_CHECK(!onWorkerThread(), nameOnGroup("drain", group_, rank_, size_),
+              ": called from a callback of one of the operations it waits for");
+  changed_.wait(lock, [this] { return pending_.empty() && !busy_; });
+}
+
+void OperationQueue::shutdown() {
+  std::thread thread;
+  bool ended = false;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+    // From a callback, the operation it belongs to cannot be waited for.
+    if (!onWorkerThread()) {
+      ended =
+          changed_.wait_for(lock, timeout_.load(), [this] { return pending_.empty() && !busy_; });
+    }
+    thread.swap(thread_);
+  }
+  if (!thread.joinable()) return;
+  if (thread.get_id() == std::this_thread::get_id()) {
+    thread.detach();  // it holds the queue and ends with the callback
+    return;
+  }
+  if (!ended) abort("shut down while operations were pending");
+  thread.join();
+}
+
+OwnerCounters OperationQueue::counters() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return counters_;
+}
+
+OperationCounters& OperationQueue::countersOf(const Operation& op) {
+  return op.proposal.op == OwnerOp::reduce ? counters_.reduce : counters_.broadcast;
+}
+
+}  // namespace dmuon
