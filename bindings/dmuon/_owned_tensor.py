@@ -25,7 +25,7 @@ class OwnedAlong(Shard):
     """``Shard(0)`` whose whole extent lies on one coordinate of the mesh dimension.
 
     torch's own slicing and checkpointing ask a placement for each rank's size and offset; here the
-    answer is everything or nothing.
+    answer is everything or nothing. Equal to ``Shard(0)`` under ``==``, as DTensor's own checks need.
     """
 
     coordinate: int
@@ -48,12 +48,6 @@ class OwnedAlong(Shard):
         return f"OwnedAlong({self.coordinate})"
 
     __str__ = __repr__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnedAlong) and other.coordinate == self.coordinate
-
-    def __hash__(self) -> int:
-        return hash(("OwnedAlong", self.coordinate))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OwnedAlong, (self.coordinate,))
@@ -177,7 +171,7 @@ class OwnedTensor(DTensor):
             )
         if placements is None:
             raise RuntimeError("placements is needed for redistribute!")
-        if tuple(placements) == self.placements:
+        if all(p is q for p, q in zip(placements, self.placements)):
             return self
         mesh = self.device_mesh
         whole = DTensor.from_local(

@@ -57,6 +57,8 @@ def distribute(model: nn.Module, layout: str, **options):
     mesh = make_mesh(layout)
     if layout == "ddp":
         plan = dmuon.dedicate_params_ddp(model, mesh, **options)
+        if all(isinstance(p, dmuon.OwnedTensor) for p in model.parameters()):
+            return model, plan  # DDP refuses a model that leaves it nothing to do
         return DistributedDataParallel(model), plan
     plan = dmuon.dedicate_params(model, mesh, **options)
     for layer in getattr(model, "layers", []):

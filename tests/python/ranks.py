@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -42,11 +44,17 @@ def _child(
         result = body(rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()
-        out.send((rank, True, result))
+        _send(out, (True, result))
     except BaseException:
-        out.send((rank, False, traceback.format_exc()))
+        _send(out, (False, traceback.format_exc()))
     out.close()
     os._exit(0)
+
+
+def _send(pipe: Any, value: Any) -> None:
+    # Plain pickle: multiprocessing's own would hand tensors over by file descriptors of a process
+    # that is about to end.
+    pipe.send_bytes(pickle.dumps(value))
 
 
 def run_ranks(
@@ -86,8 +94,7 @@ def run_ranks(
                 if pipe not in ready:
                     continue
                 try:
-                    _, ok, value = pipe.recv()
-                    results[rank] = (ok, value)
+                    results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     results[rank] = (rank in expect_exit, None)
                     if rank not in expect_exit:

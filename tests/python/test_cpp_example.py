@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import dmuon
 import pytest
+
+import dmuon
 from dmuon import _C
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
@@ -33,7 +34,7 @@ def tool(name):
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """Where find_package(dmuon) finds it: the installed package, or an installation of the build folder."""
+    """Where find_package(dmuon) finds it: the installed package, or else the build, installed."""
     if (Path(dmuon.cmake_prefix_path) / "lib/cmake/dmuon/dmuonConfig.cmake").exists():
         return dmuon.cmake_prefix_path
     build = Path(_C.__file__).parents[2]
