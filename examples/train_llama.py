@@ -11,6 +11,7 @@ the GPU of its local rank.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 
@@ -49,8 +50,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=300)
     p.add_argument("--rows", type=int, default=4, help="sequences per rank and step")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--lr", type=float, default=0.03, help="Muon's, for the matrices")
-    p.add_argument("--muon-adamw-lr", type=float, default=6e-3, help="AdamW's, beside Muon")
+    p.add_argument("--lr", type=float, default=0.02, help="Muon's, for the matrices")
+    p.add_argument("--muon-adamw-lr", type=float, default=3e-3, help="AdamW's, beside Muon")
     p.add_argument("--adamw-lr", type=float, default=3e-3, help="AdamW's, of --optimizer adamw")
     p.add_argument("--weight-decay", type=float, default=0.0)
     p.add_argument("--warmup", type=int, default=20, help="steps")
@@ -158,14 +159,31 @@ class Trainer:
         """Take one step; return the loss, averaged over the ranks, and what to log."""
         loss = self.loss(inputs, targets)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        norm = self.clip_gradients()
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
         return mean_over_ranks(loss.detach()), {"lr": float(lr), "gradient_norm": norm.item()}
+
+    def clip_gradients(self) -> Tensor:
+        """Limit the norm of all gradients together, and return what it was."""
+        clip = self.options.clip
+        if self.options.mode != "ddp":
+            return whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+        # torch does not clip distributed and plain tensors in one call; under DDP, with owners,
+        # there are both.
+        kinds: dict[type, list[nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            kinds.setdefault(type(parameter.grad), []).append(parameter)
+        norms = [
+            whole(nn.utils.get_total_norm([p.grad for p in parameters]))
+            for parameters in kinds.values()
+        ]
+        norm = nn.utils.get_total_norm(norms)
+        for parameters in kinds.values():
+            nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        return norm
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, in nats per byte."""
@@ -195,6 +213,11 @@ class Trainer:
             tokens.append(int(chosen))
         self.model.train()
         return printable(tokens)
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a distributed tensor's value, or the plain tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -236,7 +259,7 @@ def show_result(trainer: Trainer, curve: Curve) -> None:
         print(sample.strip())
     if trainer.plan is not None:
         heading("who owns what")
-        print(trainer.plan)
+        print(str(trainer.plan).rstrip())
         heading("dmuon.stats(model), rank 0")
         print(dmuon.stats(trainer.llama))
 
@@ -244,6 +267,8 @@ def show_result(trainer: Trainer, curve: Curve) -> None:
 def main() -> None:
     """Train once, or twice to compare."""
     options = parse()
+    # A norm over a 2-D mesh takes two all-reduces of one number; torch remarks on it at every step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     device = start()
     text = Text.load(options.data)
     mesh = make_mesh(options, device)
