@@ -55,7 +55,7 @@ int train(int rank, int size, const std::string& store_path) {
   torch::optim::AdamW adamw(biases, torch::optim::AdamWOptions(1e-3));
   if (rank == 0) std::printf("%s", muon.plan().table().c_str());
 
-  const torch::Tensor teacher = torch::randn({16, 4});
+  const torch::Tensor teacher = torch::randn({16, 4}) / 4;
   torch::manual_seed(1 + rank);  // different data on every rank
   const torch::Tensor x = torch::randn({256, 16}), y = torch::sin(x.matmul(teacher));
 

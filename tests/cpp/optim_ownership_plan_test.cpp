@@ -87,7 +87,7 @@ TEST(OwnershipPlan, StaysWithinTheBoundOfLongestProcessingTimeFirst) {
     for (const std::string cost : {"measured", "flops"}) {
       std::vector<PlanMatrix> matrices;
       for (int i = 0; i < 40; ++i) {
-        const std::string name = "m" + std::to_string(i);
+        const std::string name = std::to_string(i) + ".weight";
         matrices.push_back(matrixOf(name, name, {size(random), size(random)}));
       }
       const OwnershipPlan plan(matrices, mesh(1, slots, cost));

@@ -3,9 +3,9 @@
     python tests/perf/gemm_rate.py
 
 The rate at size s is that of the products of one orthogonalization of an (s, 4 s) matrix: as many
-FLOPs in s x s by s x 4 s as in s x s by s x s products, less the time of a call. The call's time counts
-separately, once per ATen call of an update. The last number is the time per element of what an
-update does besides products: momentum, direction, normalization and weights.
+FLOPs in s x s by s x 4 s as in s x s by s x s products, less the time of a call. The call's time
+counts separately, once per ATen call of an update. The last number is the time per element of what
+an update does besides products: momentum, direction, normalization and weights.
 Everything is the best of several samples, each a median: other load only ever adds time.
 """
 
@@ -22,7 +22,7 @@ CALLS_PER_UPDATE = 30
 
 
 def best_seconds(function):
-    """Time of one call: the least of ROUNDS medians; a sample repeats it until it takes MIN_SECONDS."""
+    """Time of one call: the least of ROUNDS medians of samples of at least MIN_SECONDS."""
     function()
     start = time.perf_counter()
     function()
