@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "reduce_kernels.h"
 
@@ -25,8 +26,10 @@ const char* toString(Exchange::Phase phase) {
   return "";
 }
 
-// How long a message that is probably there already is given.
-constexpr std::chrono::milliseconds kGrace{20};
+// How long one message is waited for before the others are looked at. A message that is there
+// already is taken at once, however short the time.
+constexpr std::chrono::milliseconds kSlice{100};
+constexpr std::chrono::milliseconds kGlance{2};
 
 at::Tensor newBytes(int64_t size) { return at::empty({size}, at::kByte); }
 
@@ -53,6 +56,10 @@ std::string refusalOrProposal(const Operation& op) {
 Exchange::Exchange(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel)
     : rank_(rank), size_(size), channel_(channel) {
   if (size > 1) peers_.emplace(std::move(inner));
+}
+
+Exchange::~Exchange() {
+  for (auto& [peer, transfer] : early_) peers_->giveUp({std::move(transfer)}, {});
 }
 
 void Exchange::interrupt() {
@@ -105,10 +112,10 @@ std::vector<Header> Exchange::exchangeHeaders(Operation& op) {
   const at::Tensor mine = copyOf(&headers[rank_], sizeof(Header));
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    const int tag = tagOf(op.seq, Phase::header);
-    round.receives.push_back(peers_->receive(peer, tag, newBytes(sizeof(Header))));
-    round.sends.push_back(peers_->send(peer, tag, mine));
+    round.receives.push_back(std::move(nextHeaderOf(peer, op.seq)));
+    round.sends.push_back(peers_->send(peer, tagOf(op.seq, Phase::header), mine));
   }
+  early_.clear();
   // A rank that has left takes no header from us either: it must be noticed before the sends are
   // waited for.
   await(op, round, round.receives, [&](const Transfer& transfer) {
@@ -141,15 +148,9 @@ void Exchange::agree(Operation& op, const std::vector<Header>& headers) {
 void Exchange::failTogether(Operation& op, const std::vector<Header>& headers) {
   std::vector<std::string> texts(size_);
   texts[rank_] = refusalOrProposal(op);
-  Round round{Phase::text};
-  const at::Tensor mine = copyOf(texts[rank_].data(), texts[rank_].size());
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    const int tag = tagOf(op.seq, Phase::text);
-    const auto bytes = static_cast<int64_t>(headers[peer].text_bytes);
-    round.receives.push_back(peers_->receive(peer, tag, newBytes(bytes)));
-    round.sends.push_back(peers_->send(peer, tag, mine));
-  }
+  Round round =
+      swapWithAll(op.seq, Phase::text, copyOf(texts[rank_].data(), texts[rank_].size()),
+                  [&](int peer) { return static_cast<int64_t>(headers[peer].text_bytes); });
   finish(op, round);
   for (const Transfer& transfer : round.receives) texts[transfer.peer] = textOf(transfer.bytes);
 
@@ -178,14 +179,9 @@ std::vector<uint8_t> Exchange::mergeFlags(Operation& op, const std::vector<Heade
     for (const Header& header : headers) merge(header.flags.data());
     return merged;
   }
-  Round round{Phase::flags};
-  const at::Tensor mine = copyOf(op.flags.data(), op.flags.size());
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    const int tag = tagOf(op.seq, Phase::flags);
-    round.receives.push_back(peers_->receive(peer, tag, newBytes(mine.numel())));
-    round.sends.push_back(peers_->send(peer, tag, mine));
-  }
+  const auto bytes = static_cast<int64_t>(op.flags.size());
+  Round round = swapWithAll(op.seq, Phase::flags, copyOf(op.flags.data(), op.flags.size()),
+                            [&](int) { return bytes; });
   finish(op, round);
   for (const Transfer& transfer : round.receives) {
     merge(static_cast<const uint8_t*>(transfer.bytes.const_data_ptr()));
@@ -264,66 +260,92 @@ void Exchange::broadcast(Operation& op, Moved& moved) {
   }
 }
 
+Exchange::Round Exchange::swapWithAll(uint64_t seq, Phase kind, const at::Tensor& mine,
+                                      const std::function<int64_t(int)>& bytes_from) {
+  Round round{kind};
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const int tag = tagOf(seq, kind);
+    round.receives.push_back(peers_->receive(peer, tag, newBytes(bytes_from(peer))));
+    round.sends.push_back(peers_->send(peer, tag, mine));
+  }
+  return round;
+}
+
 void Exchange::finish(Operation& op, Round& round) {
   await(op, round, round.receives);
   await(op, round, round.sends);
 }
 
-// The first peer found dead ends it; a time-out looks at the remaining peers once, so that the
-// error names every missing rank.
+// Looks at all messages in turn, so that whichever peer dies or gives up first is noticed while
+// others are merely slow. At the deadline, every rank that is still missing is named.
 void Exchange::await(Operation& op, Round& round, std::vector<Transfer>& transfers,
                      const std::function<void(const Transfer&)>& on_done) {
-  std::vector<int> silent;
-  std::string reasons;
-  for (Transfer& transfer : transfers) {
-    const auto deadline = silent.empty() ? deadline_ : Clock::now() + kGrace;
-    switch (peers_->wait(transfer, deadline)) {
-      case Peers::Outcome::done:
-        if (on_done) on_done(transfer);
-        break;
-      case Peers::Outcome::interrupted:
-        fail(op, round, "interrupted");
-      case Peers::Outcome::gone:
-        fail(op, round, c10::str(reasons, "rank ", transfer.peer, " is gone: ", transfer.failure));
-      case Peers::Outcome::timed_out:
-        silent.push_back(transfer.peer);
-        if (auto farewell = farewellOf(transfer.peer, op.seq + 1)) {
-          reasons += c10::str("rank ", transfer.peer, " has left the group: ", *farewell, "; ");
-        }
+  std::vector<Transfer*> pending;
+  for (Transfer& transfer : transfers) pending.push_back(&transfer);
+  while (!pending.empty()) {
+    const bool last_look = Clock::now() >= deadline_;
+    std::vector<Transfer*> still_pending;
+    std::vector<int> silent;
+    for (Transfer* transfer : pending) {
+      const auto until = Clock::now() + (still_pending.empty() && !last_look ? kSlice : kGlance);
+      switch (
+          peers_->wait(*transfer, std::max(std::min(until, deadline_), Clock::now() + kGlance))) {
+        case Peers::Outcome::done:
+          if (on_done) on_done(*transfer);
+          break;
+        case Peers::Outcome::interrupted:
+          fail(op, round, "interrupted");
+        case Peers::Outcome::gone:
+          fail(op, round, c10::str("rank ", transfer->peer, " is gone: ", transfer->failure));
+        case Peers::Outcome::timed_out:
+          if (round.kind != Phase::header) failIfLeft(op, round, transfer->peer);
+          still_pending.push_back(transfer);
+          silent.push_back(transfer->peer);
+      }
     }
+    if (last_look && !silent.empty()) {
+      const auto waited = (op.held_back && round.kind == Phase::header ? 2 : 1) * timeout_;
+      fail(op, round,
+           c10::str(rankList(silent), " did not take part within ", waited.count(),
+                    " ms (waiting for the ", toString(round.kind),
+                    "). Does every rank submit this operation?"));
+    }
+    pending = std::move(still_pending);
   }
-  if (silent.empty()) return;
-  const auto waited = (op.held_back && round.kind == Phase::header ? 2 : 1) * timeout_;
-  fail(op, round,
-       c10::str(reasons, rankList(silent), " did not take part within ", waited.count(),
-                " ms (waiting for the ", toString(round.kind),
-                "). Does every rank submit this operation?"));
 }
 
 void Exchange::fail(Operation& op, Round& round, const std::string& why) {
   std::vector<Transfer> transfers = std::move(round.receives);
   std::move(round.sends.begin(), round.sends.end(), std::back_inserter(transfers));
-  if (!transfers.empty()) peers_->giveUp(std::move(transfers), op.memory);
+  peers_->giveUp(std::move(transfers), op.memory);
   throw Fatal(c10::str(op.name, ": ", why));
 }
 
-// A peer that gave up during this operation has said so where the next one's header would be.
-std::optional<std::string> Exchange::farewellOf(int peer, uint64_t seq) {
-  Transfer transfer = peers_->receive(peer, tagOf(seq, Phase::header), newBytes(sizeof(Header)));
-  if (peers_->wait(transfer, Clock::now() + kGrace) != Peers::Outcome::done) {
-    peers_->giveUp({std::move(transfer)}, {});
-    return std::nullopt;
+Transfer& Exchange::nextHeaderOf(int peer, uint64_t seq) {
+  auto known = early_.find(peer);
+  if (known == early_.end()) {
+    Transfer receive = peers_->receive(peer, tagOf(seq, Phase::header), newBytes(sizeof(Header)));
+    known = early_.emplace(peer, std::move(receive)).first;
   }
+  return known->second;
+}
+
+void Exchange::failIfLeft(Operation& op, Round& round, int peer) {
+  Transfer& transfer = nextHeaderOf(peer, op.seq + 1);
+  if (peers_->wait(transfer, Clock::now() + kGlance) != Peers::Outcome::done) return;
   Header header;
   std::memcpy(&header, transfer.bytes.const_data_ptr(), sizeof(Header));
-  if (header.state != RankState::leaves) return std::nullopt;
-  return receiveText(seq, peer, header.text_bytes);
+  if (header.state != RankState::leaves) return;
+  fail(op, round,
+       c10::str("rank ", peer,
+                " has left the group: ", receiveText(op.seq + 1, peer, header.text_bytes)));
 }
 
 std::string Exchange::receiveText(uint64_t seq, int peer, uint64_t bytes) {
   Transfer transfer =
       peers_->receive(peer, tagOf(seq, Phase::text), newBytes(static_cast<int64_t>(bytes)));
-  if (peers_->wait(transfer, Clock::now() + 10 * kGrace) == Peers::Outcome::done) {
+  if (peers_->wait(transfer, Clock::now() + kSlice) == Peers::Outcome::done) {
     return textOf(transfer.bytes);
   }
   peers_->giveUp({std::move(transfer)}, {});

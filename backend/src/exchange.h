@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -33,6 +34,7 @@ class Exchange {
   // `inner` may be null if size is 1. `channel` separates this exchange's messages from those of
   // others over the same backend.
   Exchange(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel);
+  ~Exchange();
 
   Moved run(Operation& op, std::chrono::milliseconds timeout);
 
@@ -59,11 +61,18 @@ class Exchange {
   void reduce(Operation& op, Moved& moved);
   void broadcast(Operation& op, Moved& moved);
 
+  // Sends `mine` to every peer and receives from each as many bytes as bytes_from(peer) says.
+  Round swapWithAll(uint64_t seq, Phase kind, const at::Tensor& mine,
+                    const std::function<int64_t(int)>& bytes_from);
   void finish(Operation& op, Round& round);
   void await(Operation& op, Round& round, std::vector<Transfer>& transfers,
              const std::function<void(const Transfer&)>& on_done = {});
   [[noreturn]] void fail(Operation& op, Round& round, const std::string& why);
-  std::optional<std::string> farewellOf(int peer, uint64_t seq);
+
+  // A peer that gives up says so where the header of its next operation would be. These look there
+  // early, while something else of that peer's is being waited for.
+  Transfer& nextHeaderOf(int peer, uint64_t seq);
+  void failIfLeft(Operation& op, Round& round, int peer);
   std::string receiveText(uint64_t seq, int peer, uint64_t bytes);
 
   Header headerOf(const Operation& op) const;
@@ -72,7 +81,8 @@ class Exchange {
   const int rank_;
   const int size_;
   const int channel_;
-  std::optional<Peers> peers_;  // none in a group of one
+  std::optional<Peers> peers_;     // none in a group of one
+  std::map<int, Transfer> early_;  // receives of the next operation's headers, by peer
   std::chrono::milliseconds timeout_{0};
   Clock::time_point deadline_;
 };

@@ -57,6 +57,7 @@ OwnerWorkPtr OperationQueue::submit(const OperationPtr& op) {
   const char* const operation = toString(op->proposal.op);
   const auto type =
       op->proposal.op == OwnerOp::reduce ? c10d::OpType::REDUCE : c10d::OpType::BROADCAST;
+  const std::string refusal = op->refusal;  // the worker may add one of its own
   std::unique_lock<std::mutex> lock(mutex_);
   op->seq = next_seq_++;
   op->name = c10::str(nameOnGroup(operation, group_, rank_, size_), ", operation ", op->seq);
@@ -85,7 +86,7 @@ OwnerWorkPtr OperationQueue::submit(const OperationPtr& op) {
     lock.unlock();
     changed_.notify_all();
   }
-  TORCH_CHECK_VALUE(op->refusal.empty(), op->name, ": ", op->refusal);
+  TORCH_CHECK_VALUE(refusal.empty(), op->name, ": ", refusal);
   return op->work;
 }
 

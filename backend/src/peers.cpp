@@ -46,17 +46,17 @@ Transfer Peers::receive(int peer, int tag, at::Tensor bytes) {
 }
 
 Peers::Outcome Peers::wait(Transfer& transfer, Clock::time_point deadline) {
+  if (transfer.done) return Outcome::done;
   if (!transfer.work) return Outcome::gone;
-  bool completed = false;
   inner_->watchdog.arm(&post_, transfer.work.get(), deadline);
   try {
-    completed = transfer.work->wait(kWithoutTimeout);
+    transfer.done = transfer.work->wait(kWithoutTimeout);
   } catch (const std::exception& error) {
     transfer.failure = essence(error.what());
   }
   const bool aborted = inner_->watchdog.disarm(&post_);
   if (!transfer.failure.empty()) return Outcome::gone;
-  if (completed) return Outcome::done;
+  if (transfer.done) return Outcome::done;
   return aborted && !interrupted() ? Outcome::timed_out : Outcome::interrupted;
 }
 

@@ -30,6 +30,7 @@ struct Transfer {
   at::Tensor bytes;
   c10::intrusive_ptr<c10d::Work> work;  // null if it could not even be started
   std::string failure;                  // why it failed
+  bool done = false;
 };
 
 // The inner backend as everybody in the process shares it.
@@ -65,7 +66,8 @@ class Peers {
   Transfer send(int peer, int tag, at::Tensor bytes);
   Transfer receive(int peer, int tag, at::Tensor bytes);
 
-  // `gone` fills transfer.failure. From one thread at a time.
+  // `gone` fills transfer.failure; after `timed_out`, wait again at will. From one thread at a
+  // time.
   Outcome wait(Transfer& transfer, Clock::time_point deadline);
 
   // For transfers that have not completed and never will be waited for again.
