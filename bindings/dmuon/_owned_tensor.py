@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -197,7 +198,7 @@ class OwnedTensor(DTensor):
                 index=MetadataIndex(fqn, torch.Size([0] * local.ndim)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=self.__create_chunk_list__()[0],
+                    chunk=_whole_chunk(local),
                     properties=TensorProperties.create_from_tensor(local),
                     size=self.size(),
                 ),
@@ -205,14 +206,9 @@ class OwnedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        if not self.is_owner:
-            return []
-        local = self._local_tensor
-        return [
-            ChunkStorageMetadata(offsets=torch.Size([0] * local.ndim), sizes=local.size())
-        ]
+        # Asked on every rank before a load writes into the owner's local part: note the change.
+        increment_version(self._local_tensor)
+        return [_whole_chunk(self._local_tensor)] if self.is_owner else []
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self._local_tensor
@@ -228,22 +224,43 @@ class OwnedTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        written = _written(func, args)
         if func is aten.copy_.default:
-            return _copy_(*args, **kwargs)
-        if _is_local(func, args, kwargs):
-            return _run_local(func, args, kwargs)
-        if func in _REDUCTIONS:
-            return func(*tree_map(_as_plain_shard, args), **tree_map(_as_plain_shard, kwargs))
-        schema = func._schema  # type: ignore[attr-defined]
-        if schema.is_mutable:
-            for argument, value in zip(schema.arguments, args):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, OwnedTensor):
-                    raise NotImplementedError(
-                        f"dmuon: {func} cannot write to a parameter that rests on its owner; "
-                        "compute on p.full_tensor() and p.copy_() the result"
-                    )
-        return func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))
+            result = _copy_(*args, **kwargs)
+        elif _is_local(func, args, kwargs):
+            result = _run_local(func, args, kwargs)
+        elif func in _REDUCTIONS:
+            result = func(*tree_map(_as_plain_shard, args), **tree_map(_as_plain_shard, kwargs))
+        elif written:
+            raise NotImplementedError(
+                f"dmuon: {func} cannot write to a parameter that rests on its owner; "
+                "compute on p.full_tensor() and p.copy_() the result"
+            )
+        else:
+            result = func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))
+        # Below this dispatch autograd does not count in-place changes; the units ask for them. All
+        # ranks count, also those with nothing to write, so that all agree on what to publish.
+        for tensor in written:
+            increment_version(tensor._local_tensor)
+        return result
+
+
+def _whole_chunk(local: torch.Tensor) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size([0] * local.ndim), sizes=local.size())
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[OwnedTensor]:
+    if not func._schema.is_mutable:
+        return []
+    return [
+        tensor
+        for argument, value in zip(func._schema.arguments, args)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_flatten(value)[0]
+        if isinstance(tensor, OwnedTensor)
+    ]
 
 
 def _is_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -255,7 +272,7 @@ def _is_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             first = first if first is not None else value
             if value.shape != first.shape or value._owner != first._owner:
                 return False
-        elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+        elif isinstance(value, torch.Tensor) and value.ndim > 0:
             return False
     return first is not None
 
@@ -265,7 +282,10 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model = owned[0]
 
     def local(value: Any) -> Any:
-        return value._local_tensor if isinstance(value, OwnedTensor) else value
+        if isinstance(value, OwnedTensor):
+            return value._local_tensor
+        # A scalar such as the clipping factor; communicates only if it is still a partial sum.
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     result = func(*tree_map(local, args), **tree_map(local, kwargs))
 
@@ -303,7 +323,6 @@ def _copy_(destination: Any, source: Any, non_blocking: bool = False) -> Any:
             )
         if not destination.is_owner:
             values = local.new_empty(local.shape)
-    # Also on ranks with nothing to copy: a changed version tells all of them to publish.
     local.copy_(values, non_blocking)
     return destination
 

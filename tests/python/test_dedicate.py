@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,39 +16,9 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch_functions import torch_functions
 
 import dmuon
-
-FSDP2 = "torch.distributed.fsdp._fully_shard."
-
-
-def torch_functions():
-    """Code objects of everything in FSDP2, DTensor and nn.Module that a patch would replace."""
-    import importlib
-
-    found = {}
-    for name in (
-        "torch.distributed.fsdp._fully_shard._fully_shard",
-        "torch.distributed.fsdp._fully_shard._fsdp_init",
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "torch.distributed.fsdp._fully_shard._fsdp_state",
-        "torch.distributed.tensor._api",
-        "torch.nn.modules.module",
-        "torch.nn.parallel.distributed",
-        "torch.nn.utils.clip_grad",
-        "torch.optim.optimizer",
-        "torch.distributed.distributed_c10d",
-    ):
-        module = importlib.import_module(name)
-        for key, value in vars(module).items():
-            if isinstance(value, type):
-                for attribute, member in vars(value).items():
-                    found[name, key, attribute] = id(member)
-            elif callable(value):
-                found[name, key] = id(value)
-    return found
-
 
 def section_2(rank):
     before = torch_functions()
@@ -76,6 +49,17 @@ def test_the_design_s_example_runs_on_unpatched_torch():
         assert losses[-1] < losses[0]
         for name, kind in kinds.items():
             assert kind == ("OwnedTensor" if "proj.weight" in name else "DTensor"), name
+
+
+def test_importing_replaces_nothing_in_torch():
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from torch_functions import torch_functions\n"
+        "before = torch_functions()\n"
+        "import dmuon\n"
+        "assert torch_functions() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- ownership (cases 19, 20) --------------------------------------------------------------------
