@@ -77,7 +77,9 @@ TEST(Coefficients, EveryBuiltInSetOfEveryLengthIsValid) {
   for (int64_t steps = 1; steps <= kMaxSteps; ++steps) {
     EXPECT_NO_THROW(validateCoefficients(coefficientSet("keller", steps))) << steps;
     EXPECT_NO_THROW(validateCoefficients(coefficientSet("polar_express", steps))) << steps;
-    if (steps <= 5) EXPECT_NO_THROW(validateCoefficients(coefficientSet("you", steps))) << steps;
+    if (steps <= 5) {
+      EXPECT_NO_THROW(validateCoefficients(coefficientSet("you", steps))) << steps;
+    }
   }
 }
 

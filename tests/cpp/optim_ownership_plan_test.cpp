@@ -55,7 +55,9 @@ TEST(OwnershipPlan, HasASlotOnTheMeshForEveryMatrixSortedByName) {
   ASSERT_EQ(plan.entries().size(), 21u);
   for (size_t i = 0; i < plan.entries().size(); ++i) {
     const PlanEntry& entry = plan.entries()[i];
-    if (i > 0) EXPECT_LT(plan.entries()[i - 1].matrix.name, entry.matrix.name);
+    if (i > 0) {
+      EXPECT_LT(plan.entries()[i - 1].matrix.name, entry.matrix.name);
+    }
     EXPECT_TRUE(entry.replicate >= 0 && entry.replicate < 2 && entry.shard >= 0 && entry.shard < 2);
     EXPECT_EQ(&plan.at(entry.matrix.name), &entry);
     EXPECT_EQ(entry.cost, matrixCost(entry.matrix.shape, "measured"));
