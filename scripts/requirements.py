@@ -73,13 +73,13 @@ def main(extras: list[str]) -> int:
     for extra in extras:
         if extra not in OPTIONAL:
             wanted += known[extra]
-    wanted = missing(wanted)
+    wanted = missing(list(dict.fromkeys(wanted)))
     if wanted and not install(wanted):
         print(f"dmuon setup: could not install {wanted}", file=sys.stderr)
         return 1
 
-    data = missing([name for extra in extras for name in EXTRA_DATA.get(extra, [])])
-    data = list(dict.fromkeys(data))
+    data = [name for extra in extras for name in EXTRA_DATA.get(extra, [])]
+    data = missing(list(dict.fromkeys(data)))
     if data and not install(data, "--no-deps"):
         print(f"dmuon setup: could not install {data}", file=sys.stderr)
         return 1
