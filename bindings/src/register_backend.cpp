@@ -8,6 +8,7 @@
 #include <dmuon/backend/process_group_dmuon.h>
 
 #include "bindings.h"
+#include "no_gil_ptr.h"
 
 namespace py = pybind11;
 
@@ -85,8 +86,8 @@ WorkPtr broadcastOnGroup(const GroupPtr& group, std::vector<at::Tensor> tensors,
 void registerProcessGroup(py::module_& m) {
   using Backend = c10d::Backend;
   using BackendPtr = c10::intrusive_ptr<Backend>;
-  py::class_<ProcessGroupDMuon, Backend, c10::intrusive_ptr<ProcessGroupDMuon>> group(
-      m, "ProcessGroupDMuon");
+  py::class_<ProcessGroupDMuon, Backend, NoGilPtr<ProcessGroupDMuon>> group(m,
+                                                                            "ProcessGroupDMuon");
   py::class_<ProcessGroupDMuon::Options, Backend::Options,
              c10::intrusive_ptr<ProcessGroupDMuon::Options>>(group, "Options")
       .def(py::init<>());
@@ -96,7 +97,8 @@ void registerProcessGroup(py::module_& m) {
              auto options = c10::make_intrusive<ProcessGroupDMuon::Options>();
              options->timeout = timeout;
              options->group_name = group_name;
-             return c10::make_intrusive<ProcessGroupDMuon>(rank, size, cpu, cuda, options);
+             return NoGilPtr<ProcessGroupDMuon>(
+                 c10::make_intrusive<ProcessGroupDMuon>(rank, size, cpu, cuda, options));
            }),
            py::arg("rank"), py::arg("size"), py::arg("cpu"), py::arg("cuda") = BackendPtr(),
            py::kw_only(), py::arg("timeout"), py::arg("group_name") = "", release())
