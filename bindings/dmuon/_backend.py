@@ -1,4 +1,5 @@
-"""The backend "dmuon" of ``torch.distributed``: one object for CPU (over Gloo) and CUDA (over NCCL)."""
+"""The backend "dmuon" of ``torch.distributed``: one object for CPU (over Gloo) and CUDA (over
+NCCL)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ NAME = "dmuon"
 
 def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
     """torch calls this for every new group that uses the backend."""
-    if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupDMuon.Options):
+    if backend_options is not None and not isinstance(
+        backend_options, _C.ProcessGroupDMuon.Options
+    ):
         raise TypeError(
             "dmuon: pg_options must be dmuon.ProcessGroupDMuon.Options or None, got "
             f"{type(backend_options).__name__}"
@@ -22,9 +25,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout
     store = options.store
-    cpu = dist.ProcessGroupGloo(
-        dist.PrefixStore("dmuon/cpu", store), rank, size, timeout=timeout
-    )
+    cpu = dist.ProcessGroupGloo(dist.PrefixStore("dmuon/cpu", store), rank, size, timeout=timeout)
     cuda = None
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = dist.ProcessGroupNCCL.Options()
@@ -38,4 +39,5 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
 def register() -> None:
     """Makes ``init_process_group("dmuon")`` known; repeated calls do nothing."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        create: Any = _create  # torch's annotation does not know extension types
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -11,8 +11,8 @@ Predicate = Callable[[str, nn.Parameter], bool]
 BoundaryPredicate = Callable[[str, nn.Module], bool]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# Matrices that are tables or classifiers rather than linear maps between hidden states; Muon's authors
-# leave them to AdamW.
+# Matrices that are tables or classifiers rather than linear maps between hidden states; Muon's
+# authors leave them to AdamW.
 _NOT_MUONS = ("embed", "lm_head", "head", "classifier", "score", "router", "gate", "wte", "wpe")
 
 
@@ -69,8 +69,8 @@ def unit_of(
 
     Without a predicate: the nearest ancestor of the module that holds the parameter which is an
     element of a container; failing that the holder itself. With one: the nearest module, the holder
-    included, for which ``predicate(name, module)`` is true; failing that the holder, or a ValueError
-    if ``strict``.
+    included, for which ``predicate(name, module)`` is true; failing that the holder, or a
+    ValueError if ``strict``.
     """
     holder = name.rpartition(".")[0]
     chain = ancestors(model, holder)

@@ -21,9 +21,9 @@ def reduce_to_owners(
     """Sums (or averages) every tensor over the group onto its owner, in one fused operation.
 
     Args:
-        tensors: contiguous, fp16, bf16, fp32 or fp64; equal shapes and dtypes on all ranks. Those this
-            rank owns receive the result in place, the others are left as they are. The sum runs in
-            rank order 0..N-1 with fp32 (fp64) accumulation.
+        tensors: contiguous, fp16, bf16, fp32 or fp64; equal shapes and dtypes on all ranks. Those
+            this rank owns receive the result in place, the others are left as they are. The sum
+            runs in rank order 0..N-1 with fp32 (fp64) accumulation.
         owners: for each tensor, its owner's rank in ``group``.
         group: a group of the backend "dmuon"; None for the default group.
         op: ``ReduceOp.AVG`` or ``ReduceOp.SUM``.
@@ -33,8 +33,8 @@ def reduce_to_owners(
         None, or with ``async_op`` a ``torch.distributed.Work``.
 
     Raises:
-        RuntimeError: arguments that differ between ranks (on every rank, naming them), an owner out of
-            range, an unsupported dtype or stride, a rank that did not come within the time-out.
+        RuntimeError: arguments that differ between ranks (on every rank, naming them), an owner out
+            of range, an unsupported dtype or stride, a rank that did not come within the time-out.
     """
     group = group if group is not None else dist.distributed_c10d._get_default_group()
     if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):

@@ -49,14 +49,15 @@ def dedicate_params(
         predicate: ``predicate(name, parameter) -> bool`` for parameters of 2 or more dimensions.
             Default: 2-D weights inside the blocks of a ModuleList, ModuleDict or Sequential, except
             embeddings (and what is tied to one), heads, routers and gates.
-        reshard_after_forward: True (ZeRO-3): free the whole weights after forward and bring them back
-            for backward. False (ZeRO-2): keep them until after backward.
+        reshard_after_forward: True (ZeRO-3): free the whole weights after forward and bring them
+            back for backward. False (ZeRO-2): keep them until after backward.
         hook_boundary_predicate: ``predicate(name, module) -> bool``; the nearest module, upwards
-            from the one that holds a parameter, becomes its unit. Default: the nearest ancestor that
-            is an element of a container.
+            from the one that holds a parameter, becomes its unit. Default: the nearest ancestor
+            that is an element of a container.
         hook_boundary_strict: raise if no module satisfies that predicate, instead of taking the
             module that holds the parameter.
-        mp_policy: a ``MixedPrecisionPolicy``; default: that of the enclosing ``fully_shard`` module.
+        mp_policy: a ``MixedPrecisionPolicy``; default: that of the enclosing ``fully_shard``
+            module.
         blocks: reserved for fused matrices; must be None.
         cost: how the plan weighs matrices: "measured" (a time model) or "flops".
         process_groups: "isolated": the operations of every role keep an order of their own, so that
@@ -107,9 +108,7 @@ def dedicate_params(
         for name in names:
             owner = plan.owner(name)
             _rest_on_owner(named[name], places[name], view, owner)
-            entries.setdefault(unit, []).append(
-                Entry(name, owner, named[name].shape, places[name])
-            )
+            entries.setdefault(unit, []).append(Entry(name, owner, named[name].shape, places[name]))
     if chosen:
         Runtime(
             model,
@@ -124,12 +123,15 @@ def dedicate_params(
 
 
 def dedicate_params_ddp(
-    model: nn.Module, mesh: DeviceMesh | None = None, predicate: Predicate | None = None, **options: Any
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    predicate: Predicate | None = None,
+    **options: Any,
 ) -> _C.OwnershipPlan:
     """``dedicate_params`` for ``DistributedDataParallel(model)``, to be called before wrapping.
 
-    DDP is HSDP with one shard: every rank is a replica. ``DistributedDataParallel`` then passes over
-    the dedicated parameters.
+    DDP is HSDP with one shard: every rank is a replica. ``DistributedDataParallel`` then passes
+    over the dedicated parameters.
 
     Args:
         model, predicate, options: as for ``dedicate_params``.
@@ -177,9 +179,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         finally:
             for runtime in runtimes:
                 runtime.no_sync_depth -= 1
-            for module, reduce, all_reduce in switched:
-                module.set_requires_gradient_sync(reduce, recurse=False)
-                module.set_requires_all_reduce(all_reduce, recurse=False)
+            for wrapped, reduce, all_reduce in switched:
+                wrapped.set_requires_gradient_sync(reduce, recurse=False)
+                wrapped.set_requires_all_reduce(all_reduce, recurse=False)
 
 
 def _check_options(reshard: Any, blocks: Any, cost: str, process_groups: str) -> None:
@@ -221,8 +223,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     what = f"dmuon: parameter {name!r} of shape {tuple(parameter.shape)}"
     if isinstance(parameter, DTensor):
         raise ValueError(
-            f"{what} is a DTensor already (placements {parameter.placements}); call dedicate_params "
-            "before fully_shard"
+            f"{what} is a DTensor already (placements {parameter.placements}); call "
+            "dedicate_params before fully_shard"
         )
     if parameter.ndim < 2:
         raise ValueError(
@@ -251,9 +253,7 @@ def _rest_on_owner(
     owner: tuple[int, int],
 ) -> None:
     rest = nn.Parameter(
-        OwnedTensor.build(
-            local_like(parameter, view.slot == owner), view, owner, parameter.shape
-        ),
+        OwnedTensor.build(local_like(parameter, view.slot == owner), view, owner, parameter.shape),
         requires_grad=parameter.requires_grad,
     )
     for module, leaf in places:

@@ -38,7 +38,9 @@ def hide(module: nn.Module, names: set[str]) -> None:
     cls = module.__class__
     if not issubclass(cls, DedicatedModule):
         if cls not in _swapped:
-            _swapped[cls] = type(cls.__name__, (DedicatedModule, cls), {"__module__": cls.__module__})
+            _swapped[cls] = type(
+                cls.__name__, (DedicatedModule, cls), {"__module__": cls.__module__}
+            )
         module.__class__ = _swapped[cls]
     module.__dict__[_NAMES] = names
 

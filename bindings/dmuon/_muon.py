@@ -27,14 +27,15 @@ class Muon(torch.optim.Optimizer):
 
     Matrices follow ``torch.optim.Muon``: ``buf += (1 - momentum)(g - buf)``; orthogonalize
     ``g + momentum (buf - g)`` (nesterov) or ``buf``; ``W *= 1 - lr * weight_decay``;
-    ``W -= lr * ratio(m, n) * X``. State: "momentum_buffer", fp32 (fp64 for fp64), and for fp16 and bf16
-    parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq".
+    ``W -= lr * ratio(m, n) * X``. State: "momentum_buffer", fp32 (fp64 for fp64), and for fp16
+    and bf16 parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq".
 
     Args:
         model_or_params: a module: its dedicated parameters go to the group "muon", all others that
             require a gradient to "adamw" (without any dedicated parameter and without sharding, the
             matrices that ``dedicate_params`` would choose go to "muon"). Or parameters: those of 2
-            and more dimensions, dedicated or plain, all for Muon: a drop-in for ``torch.optim.Muon``.
+            and more dimensions, dedicated or plain, all for Muon: a drop-in for
+            ``torch.optim.Muon``.
         lr: learning rate of the matrices, a number or a 0-dim tensor.
         momentum: in [0, 1).
         nesterov: look ahead by the momentum.
@@ -130,12 +131,13 @@ class Muon(torch.optim.Optimizer):
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = {id(p): n for n, p in named}
         if self._runtimes:
-            muon = [p for _, p in named if isinstance(p, OwnedTensor)]
+            muon: list[nn.Parameter] = [p for _, p in named if isinstance(p, OwnedTensor)]  # type: ignore[misc]
         else:
             sharded = next((n for n, p in named if isinstance(p, DTensor)), None)
             if sharded is not None:
                 raise ValueError(
-                    f"dmuon: no parameter is dedicated, but {sharded!r} is sharded already; {_ORDER}"
+                    f"dmuon: no parameter is dedicated, but {sharded!r} is sharded already; "
+                    f"{_ORDER}"
                 )
             test = default_predicate(model)
             muon = [p for n, p in named if test(n, p)]
@@ -161,7 +163,14 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if algorithm == "muon" else self._adamw_defaults
         group = {**defaults, "name": algorithm, **param_group}
         group.update(params=params, algorithm=algorithm)
-        unknown = set(group) - {*defaults, "params", "name", "algorithm", "initial_lr", "param_names"}
+        unknown = set(group) - {
+            *defaults,
+            "params",
+            "name",
+            "algorithm",
+            "initial_lr",
+            "param_names",
+        }
         if unknown:
             raise ValueError(f"dmuon: unknown options {sorted(unknown)} for a {algorithm} group")
         for parameter in params:
@@ -172,7 +181,9 @@ class Muon(torch.optim.Optimizer):
             self._init_state(parameter, algorithm)
 
     def _check_parameter(self, p: torch.Tensor, algorithm: str) -> None:
-        what = f"dmuon: parameter {self._names.get(id(p), '<unnamed>')!r} {tuple(p.shape)} {p.dtype}"
+        what = (
+            f"dmuon: parameter {self._names.get(id(p), '<unnamed>')!r} {tuple(p.shape)} {p.dtype}"
+        )
         if not p.is_floating_point():
             raise ValueError(f"{what}: only floating-point parameters can be optimized")
         if algorithm == "adamw":
@@ -238,7 +249,9 @@ class Muon(torch.optim.Optimizer):
             mode = tuple(int(i) for i in mode)
         key = (coefficients, group["ns_steps"], mode, group["ns_dtype"])
         if key not in self._configs:
-            self._configs[key] = make_config(coefficients, group["ns_steps"], mode, group["ns_dtype"])
+            self._configs[key] = make_config(
+                coefficients, group["ns_steps"], mode, group["ns_dtype"]
+            )
         return _C.MuonHyper(
             float(group["lr"]),
             float(group["momentum"]),
@@ -329,11 +342,14 @@ def make_config(
             coefficients = _C.NewtonSchulzConfig(coefficients, int(steps), "exact").steps
         elif len(coefficients) != steps:
             raise ValueError(
-                f"dmuon: ns_steps is {steps}, but {len(coefficients)} coefficient triples were given"
+                f"dmuon: ns_steps is {steps}, but {len(coefficients)} coefficient triples "
+                "were given"
             )
         named = {"fast": [2], "accurate": [1, 3], "exact": list(range(1, int(steps)))}
         if isinstance(mode, str) and mode not in named:
-            raise ValueError(f"dmuon: ns_mode must be one of {list(named)} or restarts, got {mode!r}")
+            raise ValueError(
+                f"dmuon: ns_mode must be one of {list(named)} or restarts, got {mode!r}"
+            )
         restarts = named[mode] if isinstance(mode, str) else list(mode)
         if isinstance(mode, str):
             restarts = [r for r in restarts if r < steps]

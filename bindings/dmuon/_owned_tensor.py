@@ -1,7 +1,8 @@
 """A dedicated parameter at rest: a DTensor whose whole matrix lies on one rank.
 
-Stock torch then works on it: ``p.full_tensor()``, ``p.norm()``, ``clip_grad_norm_``, ``state_dict``,
-distributed checkpoints, loading and resharding. Nothing here runs in the hot path of a step.
+Stock torch then works on it: ``p.full_tensor()``, ``p.norm()``, ``clip_grad_norm_``,
+``state_dict``, distributed checkpoints, loading and resharding. Nothing here runs in the hot path
+of a step.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ class OwnedAlong(Shard):
     """``Shard(0)`` whose whole extent lies on one coordinate of the mesh dimension.
 
     torch's own slicing and checkpointing ask a placement for each rank's size and offset; here the
-    answer is everything or nothing. Equal to ``Shard(0)`` under ``==``, as DTensor's own checks need.
+    answer is everything or nothing. Equal to ``Shard(0)`` under ``==``, as DTensor's own checks
+    need.
     """
 
     coordinate: int
 
     def __new__(cls, coordinate: int) -> OwnedAlong:
-        return super().__new__(cls, 0)
+        return super().__new__(cls, 0)  # type: ignore[call-arg]
 
     def __init__(self, coordinate: int) -> None:
         super().__init__(0)
         self.coordinate = coordinate
 
     def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int
-    ) -> tuple[int, int]:
+        self, curr_local_size: Any, num_chunks: int, rank: Any
+    ) -> tuple[Any, Any]:
         return (curr_local_size, 0) if rank == self.coordinate else (0, 0)
 
-    local_shard_size_and_offset = _local_shard_size_and_offset
+    local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"OwnedAlong({self.coordinate})"
@@ -115,13 +117,8 @@ class OwnedTensor(DTensor):
             )
         stride = torch.empty(size, device="meta").stride()
         placements = tuple(OwnedAlong(c) for c in view.coordinates(owner))
-        spec = DTensorSpec(
-            view.mesh, placements, tensor_meta=TensorMeta(size, stride, local.dtype)
-        )
-        tensor = DTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg,arg-type]
-        tensor._view = view
-        tensor._owner = owner
-        return tensor
+        spec = DTensorSpec(view.mesh, placements, tensor_meta=TensorMeta(size, stride, local.dtype))
+        return _wrap(local, spec, view, owner, requires_grad)
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -135,12 +132,9 @@ class OwnedTensor(DTensor):
 
     def like(self, local: torch.Tensor) -> OwnedTensor:
         """Another tensor of the same shape and owner around ``local``."""
-        if local.dtype != self._spec.tensor_meta.dtype:
+        if local.dtype != self.dtype:
             return OwnedTensor.build(local, self._view, self._owner, self.shape)
-        tensor = DTensor.__new__(OwnedTensor, local, self._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
-        tensor._view = self._view
-        tensor._owner = self._owner
-        return tensor
+        return _wrap(local, self._spec, self._view, self._owner, False)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -243,6 +237,19 @@ class OwnedTensor(DTensor):
         for tensor in written:
             increment_version(tensor._local_tensor)
         return result
+
+
+def _wrap(
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    view: MeshView,
+    owner: tuple[int, int],
+    requires_grad: bool,
+) -> OwnedTensor:
+    tensor: Any = DTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad)
+    tensor._view = view
+    tensor._owner = owner
+    return tensor
 
 
 def _whole_chunk(local: torch.Tensor) -> Any:

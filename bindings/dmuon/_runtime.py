@@ -1,6 +1,7 @@
 """The Python side of dedicated units: module hooks, and who stands in the modules when.
 
-Outside a unit's forward and backward its modules hold the parameters at rest (``OwnedTensor``). Inside,
+Outside a unit's forward and backward its modules hold the parameters at rest (``OwnedTensor``).
+Inside,
 they hold the live ones: plain parameters over the unit's flat buffer. Hooks sit on the unit's block
 and, as a net for modules called from elsewhere, on every module that holds a dedicated parameter.
 """
@@ -39,9 +40,10 @@ class Entry:
     places: list[tuple[nn.Module, str]]
 
     @property
-    def rest(self) -> nn.Parameter:
+    def rest(self) -> Any:
+        """The parameter as it rests in the module now: a Parameter and OwnedTensor."""
         module, leaf = self.places[0]
-        return module._parameters[leaf]  # type: ignore[return-value]
+        return module._parameters[leaf]
 
 
 class Unit:
@@ -59,7 +61,7 @@ class Unit:
         self.depth = 0  # nested forwards of the block and of modules in it
         self.in_backward = False
         self.core: _C.DedicatedUnit
-        self.rests: list[nn.Parameter] = []
+        self.rests: list[Any] = []  # Parameters that are OwnedTensors
         self.lives: list[nn.Parameter] = []
         self.slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self._trainable: tuple[bool, ...] = ()
@@ -80,7 +82,13 @@ class Unit:
             self._output = policy.output_dtype
         self.rests = [entry.rest for entry in self.entries]
         parameters = [
-            (entry.name, list(entry.shape), entry.owner, rest._local_tensor, param_dtype or rest.dtype)  # type: ignore[attr-defined]
+            (
+                entry.name,
+                list(entry.shape),
+                entry.owner,
+                rest._local_tensor,
+                param_dtype or rest.dtype,
+            )
             for entry, rest in zip(self.entries, self.rests)
         ]
         several_shards, several_replicas = view.shape[1] > 1, view.shape[0] > 1
@@ -174,9 +182,9 @@ class Unit:
             if local is None:
                 continue
             if rest.grad is None:
-                rest.grad = rest.like(local)  # type: ignore[attr-defined]
+                rest.grad = rest.like(local)
             else:
-                rest.grad._local_tensor.add_(local)  # type: ignore[union-attr]
+                rest.grad._local_tensor.add_(local)
             hooks = getattr(rest, "_post_accumulate_grad_hooks", None)
             for hook in (hooks or {}).values():
                 hook(rest)
@@ -264,12 +272,13 @@ class Runtime:
 
     def _check(self, entry: Entry) -> None:
         for module, leaf in entry.places:
-            found = module._parameters.get(leaf)
+            found: Any = module._parameters.get(leaf)
             if not isinstance(found, OwnedTensor):
                 raise RuntimeError(
                     f"dmuon: dedicated parameter {entry.name!r} has become "
                     f"{type(found).__name__} (placements "
-                    f"{getattr(found, 'placements', None)}): something wrapped or replaced it. {_ORDER}"
+                    f"{getattr(found, 'placements', None)}): something wrapped or replaced it. "
+                    f"{_ORDER}"
                 )
             if found._local_tensor.is_meta:
                 raise RuntimeError(

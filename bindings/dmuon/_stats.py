@@ -37,7 +37,8 @@ class Stats:
     def __str__(self) -> str:
         lines = [
             f"steps {self.steps}, matrices {self.matrices} of which {self.owned} owned here, "
-            f"orthogonalizations here {self.orthogonalizations}, owner imbalance {self.imbalance:.3f}",
+            f"orthogonalizations here {self.orthogonalizations}, "
+            f"owner imbalance {self.imbalance:.3f}",
             f"{'role':<18}{'calls':>8}{'sent MiB':>12}{'received MiB':>14}",
         ]
         for role, c in self.bytes.items():
@@ -56,9 +57,9 @@ class Stats:
 def stats(model: nn.Module) -> Stats:
     """Counters of a model's dedicated units on this rank; ``print`` it for a table.
 
-    ``bytes`` has one entry per role: "unshard" (shard group), "reduce" (shard, then replicate group),
-    "publish" (replicate group), and "full" (full_tensor, checkpoints); each with calls, bytes_sent
-    and bytes_received.
+    ``bytes`` has one entry per role: "unshard" (shard group), "reduce" (shard, then replicate
+    group), "publish" (replicate group), and "full" (full_tensor, checkpoints); each with calls,
+    bytes_sent and bytes_received.
 
     Raises:
         ValueError: ``model`` has no dedicated parameters.

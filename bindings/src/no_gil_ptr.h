@@ -21,8 +21,7 @@ class NoGilPtr {
   NoGilPtr& operator=(const NoGilPtr&) = default;
   NoGilPtr& operator=(NoGilPtr&&) noexcept = default;
   NoGilPtr(c10::intrusive_ptr<T> pointer) : pointer_(std::move(pointer)) {}  // NOLINT: a holder
-  explicit NoGilPtr(T* pointer)
-      : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(pointer)) {}
+  explicit NoGilPtr(T* pointer) : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(pointer)) {}
   ~NoGilPtr() {
     if (pointer_ && PyGILState_Check()) {
       pybind11::gil_scoped_release release;

@@ -52,11 +52,9 @@ std::shared_ptr<T> releasingGil(std::shared_ptr<T> object) {
 }
 
 std::shared_ptr<OwnerCollectives> channel(const std::optional<GroupPtr>& group,
-                                          const std::string& device_type,
-                                          const std::string& role) {
+                                          const std::string& device_type, const std::string& role) {
   if (!group || !*group) return nullptr;
-  return releasingGil(
-      newOwnerCollectives(**group, c10::Device(device_type).type(), role));
+  return releasingGil(newOwnerCollectives(**group, c10::Device(device_type).type(), role));
 }
 
 std::vector<Slot> slots(const std::vector<std::pair<int64_t, int64_t>>& owners) {
@@ -86,8 +84,7 @@ WorkPtr broadcastOnGroup(const GroupPtr& group, std::vector<at::Tensor> tensors,
 void registerProcessGroup(py::module_& m) {
   using Backend = c10d::Backend;
   using BackendPtr = c10::intrusive_ptr<Backend>;
-  py::class_<ProcessGroupDMuon, Backend, NoGilPtr<ProcessGroupDMuon>> group(m,
-                                                                            "ProcessGroupDMuon");
+  py::class_<ProcessGroupDMuon, Backend, NoGilPtr<ProcessGroupDMuon>> group(m, "ProcessGroupDMuon");
   py::class_<ProcessGroupDMuon::Options, Backend::Options,
              c10::intrusive_ptr<ProcessGroupDMuon::Options>>(group, "Options")
       .def(py::init<>());
@@ -102,9 +99,9 @@ void registerProcessGroup(py::module_& m) {
            }),
            py::arg("rank"), py::arg("size"), py::arg("cpu"), py::arg("cuda") = BackendPtr(),
            py::kw_only(), py::arg("timeout"), py::arg("group_name") = "", release())
-      .def("perform_nocolor_split",
-           [](ProcessGroupDMuon&, const c10::Device&) {},
-           "Ranks outside a split have nothing to do: only the members build the new group.");
+      .def(
+          "perform_nocolor_split", [](ProcessGroupDMuon&, const c10::Device&) {},
+          "Ranks outside a split have nothing to do: only the members build the new group.");
 }
 
 void registerCollectives(py::module_& m) {
@@ -125,28 +122,30 @@ void registerCollectives(py::module_& m) {
            py::arg("replicate"), py::arg("shard"), py::arg("device_type"), py::arg("role"))
       .def_property_readonly("replicate", &MeshOwnerCollectives::replicate)
       .def_property_readonly("shard", &MeshOwnerCollectives::shard)
-      .def("reduce_to_owners",
-           [](MeshOwnerCollectives& mesh, std::vector<at::Tensor> inputs,
-              std::vector<at::Tensor> outputs,
-              const std::vector<std::pair<int64_t, int64_t>>& owners, double divisor,
-              const std::string& label) -> WorkPtr {
-             OwnerOptions options;
-             options.divisor = divisor;
-             options.label = label;
-             return mesh.reduceToOwners(std::move(inputs), std::move(outputs), slots(owners),
-                                        std::move(options));
-           },
-           py::arg("inputs"), py::arg("outputs"), py::arg("owners"), py::arg("divisor"),
-           py::arg("label") = "", release())
-      .def("broadcast_from_owners",
-           [](MeshOwnerCollectives& mesh, std::vector<at::Tensor> tensors,
-              const std::vector<std::pair<int64_t, int64_t>>& owners,
-              const std::string& label) -> WorkPtr {
-             OwnerOptions options;
-             options.label = label;
-             return mesh.broadcastFromOwners(std::move(tensors), slots(owners), std::move(options));
-           },
-           py::arg("tensors"), py::arg("owners"), py::arg("label") = "", release())
+      .def(
+          "reduce_to_owners",
+          [](MeshOwnerCollectives& mesh, std::vector<at::Tensor> inputs,
+             std::vector<at::Tensor> outputs,
+             const std::vector<std::pair<int64_t, int64_t>>& owners, double divisor,
+             const std::string& label) -> WorkPtr {
+            OwnerOptions options;
+            options.divisor = divisor;
+            options.label = label;
+            return mesh.reduceToOwners(std::move(inputs), std::move(outputs), slots(owners),
+                                       std::move(options));
+          },
+          py::arg("inputs"), py::arg("outputs"), py::arg("owners"), py::arg("divisor"),
+          py::arg("label") = "", release())
+      .def(
+          "broadcast_from_owners",
+          [](MeshOwnerCollectives& mesh, std::vector<at::Tensor> tensors,
+             const std::vector<std::pair<int64_t, int64_t>>& owners,
+             const std::string& label) -> WorkPtr {
+            OwnerOptions options;
+            options.label = label;
+            return mesh.broadcastFromOwners(std::move(tensors), slots(owners), std::move(options));
+          },
+          py::arg("tensors"), py::arg("owners"), py::arg("label") = "", release())
       .def("counters", [](const MeshOwnerCollectives& mesh) {
         py::dict d;
         if (mesh.replicate()) d["replicate"] = toDict(mesh.replicate()->counters());
@@ -154,8 +153,8 @@ void registerCollectives(py::module_& m) {
         return d;
       });
 
-  m.def("reduce_to_owners", &reduceOnGroup, py::arg("group"), py::arg("tensors"),
-        py::arg("owners"), py::arg("divisor"), release());
+  m.def("reduce_to_owners", &reduceOnGroup, py::arg("group"), py::arg("tensors"), py::arg("owners"),
+        py::arg("divisor"), release());
   m.def("broadcast_from_owners", &broadcastOnGroup, py::arg("group"), py::arg("tensors"),
         py::arg("owners"), release());
 }

@@ -52,32 +52,34 @@ void registerUpdates(py::module_& m) {
   py::class_<MuonHyper>(m, "MuonHyper")
       .def(py::init([](double lr, double momentum, bool nesterov, double weight_decay,
                        const std::string& adjust_lr, const NewtonSchulzConfig& config) {
-             MuonHyper hyper{lr, momentum, nesterov, weight_decay,
-                             lrAdjustmentFromName(adjust_lr), config};
+             MuonHyper hyper{
+                 lr, momentum, nesterov, weight_decay, lrAdjustmentFromName(adjust_lr), config};
              checkMuonHyper(hyper);
              return hyper;
            }),
            py::arg("lr"), py::arg("momentum"), py::arg("nesterov"), py::arg("weight_decay"),
            py::arg("adjust_lr"), py::arg("newton_schulz"));
-  m.def("lr_ratio",
-        [](const std::string& name, int64_t rows, int64_t columns) {
-          return lrRatio(lrAdjustmentFromName(name), rows, columns);
-        },
-        py::arg("adjust_lr"), py::arg("m"), py::arg("n"));
+  m.def(
+      "lr_ratio",
+      [](const std::string& name, int64_t rows, int64_t columns) {
+        return lrRatio(lrAdjustmentFromName(name), rows, columns);
+      },
+      py::arg("adjust_lr"), py::arg("m"), py::arg("n"));
   m.def("muon_update", &muonUpdate, py::arg("weights"), py::arg("gradients"), py::arg("momenta"),
         py::arg("hyper"), py::call_guard<py::gil_scoped_release>());
-  m.def("adamw_update",
-        [](const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
-           const std::vector<at::Tensor>& exp_avgs, const std::vector<at::Tensor>& exp_avg_sqs,
-           const std::vector<at::Tensor>& steps, double lr, double beta1, double beta2, double eps,
-           double weight_decay) {
-          const AdamWHyper hyper{lr, beta1, beta2, eps, weight_decay};
-          checkAdamWHyper(hyper);
-          adamwUpdate(weights, gradients, exp_avgs, exp_avg_sqs, steps, hyper);
-        },
-        py::arg("weights"), py::arg("gradients"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
-        py::arg("steps"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-        py::arg("eps"), py::arg("weight_decay"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "adamw_update",
+      [](const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
+         const std::vector<at::Tensor>& exp_avgs, const std::vector<at::Tensor>& exp_avg_sqs,
+         const std::vector<at::Tensor>& steps, double lr, double beta1, double beta2, double eps,
+         double weight_decay) {
+        const AdamWHyper hyper{lr, beta1, beta2, eps, weight_decay};
+        checkAdamWHyper(hyper);
+        adamwUpdate(weights, gradients, exp_avgs, exp_avg_sqs, steps, hyper);
+      },
+      py::arg("weights"), py::arg("gradients"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
+      py::arg("steps"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+      py::arg("eps"), py::arg("weight_decay"), py::call_guard<py::gil_scoped_release>());
 }
 
 void registerPlan(py::module_& m) {
@@ -88,8 +90,8 @@ void registerPlan(py::module_& m) {
                              [](const PlanEntry& e) { return py::tuple(py::cast(e.matrix.shape)); })
       .def_property_readonly("bytes", [](const PlanEntry& e) { return e.matrix.bytes; })
       .def_readonly("cost", &PlanEntry::cost)
-      .def_property_readonly("owner",
-                             [](const PlanEntry& e) { return std::make_pair(e.replicate, e.shard); });
+      .def_property_readonly(
+          "owner", [](const PlanEntry& e) { return std::make_pair(e.replicate, e.shard); });
   py::class_<OwnershipPlan>(m, "OwnershipPlan")
       .def(py::init([](const std::vector<std::tuple<std::string, std::string, std::vector<int64_t>,
                                                     int64_t>>& matrices,
@@ -112,12 +114,13 @@ void registerPlan(py::module_& m) {
                                return std::make_pair(p.options().replicate_size,
                                                      p.options().shard_size);
                              })
-      .def("owner",
-           [](const OwnershipPlan& p, const std::string& name) {
-             const auto& entry = p.at(name);
-             return std::make_pair(entry.replicate, entry.shard);
-           },
-           py::arg("name"))
+      .def(
+          "owner",
+          [](const OwnershipPlan& p, const std::string& name) {
+            const auto& entry = p.at(name);
+            return std::make_pair(entry.replicate, entry.shard);
+          },
+          py::arg("name"))
       .def_property_readonly("slot_costs", &OwnershipPlan::slotCosts)
       .def_property_readonly("slot_bytes", &OwnershipPlan::slotBytes)
       .def_property_readonly("imbalance", &OwnershipPlan::imbalance)

@@ -96,33 +96,34 @@ void registerModel(py::module_& m) {
       .def("begin_backward", &DedicatedModel::beginBackward)
       .def_property_readonly("in_backward", &DedicatedModel::inBackward)
       .def("set_sync", &DedicatedModel::setSync, py::arg("index"), py::arg("sync"))
-      .def("finish_backward",
-           [](DedicatedModel& model, const std::vector<GradientSync>& fallback) {
-             std::vector<std::vector<DedicatedUnit::Reduced>> results;
-             {
-               py::gil_scoped_release release;
-               results = model.finishBackward(fallback);
-             }
-             // Per unit: None if nothing was reduced, else per parameter its local gradient or None.
-             py::list units;
-             for (auto& unit : results) {
-               if (unit.empty()) {
-                 units.append(py::none());
-                 continue;
-               }
-               py::list parameters;
-               for (auto& reduced : unit) {
-                 if (reduced.participated) {
-                   parameters.append(py::cast(reduced.local));
-                 } else {
-                   parameters.append(py::none());
-                 }
-               }
-               units.append(std::move(parameters));
-             }
-             return units;
-           },
-           py::arg("fallback"))
+      .def(
+          "finish_backward",
+          [](DedicatedModel& model, const std::vector<GradientSync>& fallback) {
+            std::vector<std::vector<DedicatedUnit::Reduced>> results;
+            {
+              py::gil_scoped_release release;
+              results = model.finishBackward(fallback);
+            }
+            // Per unit: None if nothing was reduced, else per parameter its local gradient or None.
+            py::list units;
+            for (auto& unit : results) {
+              if (unit.empty()) {
+                units.append(py::none());
+                continue;
+              }
+              py::list parameters;
+              for (auto& reduced : unit) {
+                if (reduced.participated) {
+                  parameters.append(py::cast(reduced.local));
+                } else {
+                  parameters.append(py::none());
+                }
+              }
+              units.append(std::move(parameters));
+            }
+            return units;
+          },
+          py::arg("fallback"))
       .def("abandon_backward", &DedicatedModel::abandonBackward,
            py::call_guard<py::gil_scoped_release>());
 }

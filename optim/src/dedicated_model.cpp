@@ -23,9 +23,7 @@ void DedicatedModel::beginBackward() {
   for (const auto& unit : units_) unit->beginBackward();
 }
 
-void DedicatedModel::setSync(int64_t index, const GradientSync& sync) {
-  sync_.at(index) = sync;
-}
+void DedicatedModel::setSync(int64_t index, const GradientSync& sync) { sync_.at(index) = sync; }
 
 void DedicatedModel::launchReady() {
   if (!in_backward_) return;

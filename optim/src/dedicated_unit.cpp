@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kAlignment = 64;
 
 int64_t alignedBytes(const DedicatedParameter& p) {
-  const int64_t bytes = c10::multiply_integers(p.shape) *
-                        static_cast<int64_t>(c10::elementSize(p.compute_dtype));
+  const int64_t bytes =
+      c10::multiply_integers(p.shape) * static_cast<int64_t>(c10::elementSize(p.compute_dtype));
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
@@ -76,13 +76,14 @@ DedicatedUnit::DedicatedUnit(std::string name, std::vector<DedicatedParameter> p
   slot_ = channels_.reduce->slot();
   replicate_size_ = channels_.reduce->replicateSize();
   shard_size_ = channels_.reduce->shardSize();
-  TORCH_CHECK((shard_size_ == 1) == !channels_.unshard && (replicate_size_ == 1) == !channels_.publish,
-              "dmuon: unit '", name_, "' on a ", replicate_size_, "x", shard_size_,
-              " mesh has the wrong channels");
+  TORCH_CHECK(
+      (shard_size_ == 1) == !channels_.unshard && (replicate_size_ == 1) == !channels_.publish,
+      "dmuon: unit '", name_, "' on a ", replicate_size_, "x", shard_size_,
+      " mesh has the wrong channels");
   for (const auto& p : parameters_) {
     const bool here = p.owner == slot_;
-    TORCH_CHECK(p.rest.defined() && (here ? p.rest.sizes() == at::IntArrayRef(p.shape)
-                                          : p.rest.numel() == 0),
+    TORCH_CHECK(p.rest.defined() &&
+                    (here ? p.rest.sizes() == at::IntArrayRef(p.shape) : p.rest.numel() == 0),
                 "dmuon: parameter '", p.name, "' of shape ", at::IntArrayRef(p.shape),
                 " rests with local shape ", p.rest.sizes(), " on slot (", slot_.replicate, ", ",
                 slot_.shard, "); its owner is (", p.owner.replicate, ", ", p.owner.shard, ")");
@@ -148,7 +149,8 @@ void DedicatedUnit::layOut() {
   if (!permanent) release(flat_.storage());
 }
 
-// --- weights ---------------------------------------------------------------------------------------
+// --- weights
+// ---------------------------------------------------------------------------------------
 
 void DedicatedUnit::attach(std::vector<at::Tensor> live_parameters,
                            std::function<void()> complete) {
@@ -211,7 +213,8 @@ void DedicatedUnit::unshard(bool refresh) {
   }
   OwnerOptions options;
   options.label = label("unshard");
-  unshard_work_ = channels_.unshard->broadcastFromOwners(blocks_, block_owners_, std::move(options));
+  unshard_work_ =
+      channels_.unshard->broadcastFromOwners(blocks_, block_owners_, std::move(options));
 }
 
 void DedicatedUnit::waitUnshard() {

@@ -1,4 +1,5 @@
-"""Runs a function on N forked ranks, each in a process group of its own backend, and collects results."""
+"""Runs a function on N forked ranks, each in a process group of its own backend, and collects
+results."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ class RankFailure(AssertionError):
 
 
 def _child(
-    rank: int, size: int, path: str, backend: str | None, timeout: float, body: Any, args: Any, out: Any
+    rank: int,
+    size: int,
+    path: str,
+    backend: str | None,
+    timeout: float,
+    body: Any,
+    args: Any,
+    out: Any,
 ) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     os.environ["LOCAL_RANK"] = str(rank)

@@ -202,8 +202,8 @@ def meshes(rank):
         g = dist.new_group([0, 1, 2, 3])
         x = [torch.ones(3)]
         dmuon.reduce_to_owners(x, [1], group=g, op=dist.ReduceOp.SUM)
-        # Gloo's thread may drop the last reference to this tensor, and needs the GIL for that, while
-        # the group is being destroyed.
+        # Gloo's thread may drop the last reference to this tensor, and needs the GIL for that,
+        # while the group is being destroyed.
         dist.all_reduce(torch.ones(3), group=g)
         dist.destroy_process_group(g)
         threads.append(len(os.listdir("/proc/self/task")))

@@ -20,6 +20,7 @@ from torch_functions import torch_functions
 
 import dmuon
 
+
 def section_2(rank):
     before = torch_functions()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -201,7 +202,7 @@ def train_on(rank, shape, names):
 def test_every_mesh_form_trains(world, shape, names, seen):
     results = run_ranks(world, train_on, shape, names)
     torch.manual_seed(0)
-    start = {n: p for n, p in Net().named_parameters()}
+    start = dict(Net().named_parameters())
     for mesh_shape, weights in results:
         assert mesh_shape == seen
         for name, weight in weights.items():
@@ -300,7 +301,7 @@ def test_wrong_use_is_refused_on_every_rank(case, error, words):
         assert word in text, text
 
 
-# --- deferred initialisation, views, tied parameters -----------------------------------------------
+# --- deferred initialisation, views, tied parameters --------------------------------------------
 
 
 def meta_init(rank):
@@ -345,7 +346,11 @@ def at_rest(rank):
         [n for n, _ in model.named_parameters()] == [n for n, _ in Net().named_parameters()],
     ]
     model(torch.randn(2, 4)).sum().backward()
-    return [*seen, model.layers[0].up_proj.weight is weight, isinstance(weight.grad, dmuon.OwnedTensor)]
+    return [
+        *seen,
+        model.layers[0].up_proj.weight is weight,
+        isinstance(weight.grad, dmuon.OwnedTensor),
+    ]
 
 
 def test_a_parameter_at_rest_tells_the_truth():

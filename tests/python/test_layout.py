@@ -34,9 +34,7 @@ def test_the_stub_names_what_the_extension_has():
     def public(names):
         return {n for n in names if not n.startswith("_")}
 
-    declared = {
-        n.name: n for n in stub.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))
-    }
+    declared = {n.name: n for n in stub.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     assert public(declared) == public(vars(_C))
     for name, node in declared.items():
         if isinstance(node, ast.ClassDef):

@@ -98,7 +98,10 @@ def test_two_learning_rates_and_a_scheduler():
     model = Net()
     lr = torch.tensor(0.1)
     optimizer = dmuon.Muon(model, lr=0.1, adamw_lr=0.01)
-    assert [(g["name"], g["lr"]) for g in optimizer.param_groups] == [("muon", 0.1), ("adamw", 0.01)]
+    assert [(g["name"], g["lr"]) for g in optimizer.param_groups] == [
+        ("muon", 0.1),
+        ("adamw", 0.01),
+    ]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
@@ -189,13 +192,14 @@ def test_state_dict_round_trip_continues_bit_for_bit():
         (lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], momentum=1.5), ["momentum", "1.5"]),
         (lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], ns_steps=0), ["0"]),
         (lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], ns_steps=9), ["you", "9"]),
-        (lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], ns_coefficients="them"), ["them", "keller"]),
+        (
+            lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], ns_coefficients="them"),
+            ["them", "keller"],
+        ),
         (lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], adjust_lr_fn="max"), ["max", "original"]),
         (lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], ns_mode="slow"), ["slow", "fast"]),
         (
-            lambda: dmuon.Muon(
-                [nn.Parameter(torch.eye(2))], ns_coefficients=[(3.0, 4.0, 5.0)] * 5
-            ),
+            lambda: dmuon.Muon([nn.Parameter(torch.eye(2))], ns_coefficients=[(3.0, 4.0, 5.0)] * 5),
             ["step"],
         ),
         (lambda: dmuon.Muon(Net(), adamw_betas=(0.9, 1.5)), ["beta", "1.5"]),

@@ -141,7 +141,11 @@ def full_state(rank, layout):
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
     loaded = full_weights(other)
-    return keys if rank == 0 else None, same, all(torch.equal(loaded[n], weights[n]) for n in weights)
+    return (
+        keys if rank == 0 else None,
+        same,
+        all(torch.equal(loaded[n], weights[n]) for n in weights),
+    )
 
 
 @pytest.mark.parametrize("layout", ["(4)", "(2,2)"])

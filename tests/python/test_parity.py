@@ -1,4 +1,5 @@
-"""The same numbers on every layout: one process, DDP, FSDP2, HSDP; against fp64 and bit against bit."""
+"""The same numbers on every layout: one process, DDP, FSDP2, HSDP; against fp64 and bit against
+bit."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def train_one_matrix(rank, layout, shape, integers):
         gradients.append(full(optimizer.param_groups[0]["params"][0].grad))
         optimizer.step()
         optimizer.zero_grad()
-    return list(full_weights(model).values())[0], gradients
+    return next(iter(full_weights(model).values())), gradients
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -183,9 +184,7 @@ def train_shapes(rank, layout):
 
 @pytest.mark.parametrize("layout", ["(4)", "(2,2)", "ddp"])
 def test_any_shape_works_also_with_fewer_rows_than_ranks(layout):
-    references = [
-        Muon(layer.weight.detach(), lr=LR) for layer in ManyShapes(SHAPES).layers
-    ]
+    references = [Muon(layer.weight.detach(), lr=LR) for layer in ManyShapes(SHAPES).layers]
     for step in range(3):
         for i, (shape, reference) in enumerate(zip(SHAPES, references)):
             reference.step(mean_gradient(shape, 10 * i + step))
@@ -205,11 +204,11 @@ def zero_gradient(rank, layout):
     (model(torch.zeros(2, 4)) * 1.0).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    after_zero = list(full_weights(model).values())[0]
+    after_zero = next(iter(full_weights(model).values()))
     x, t = batch((4, 4), 1, rank)
     (model(x) * t).sum().backward()
     optimizer.step()
-    return after_zero, list(full_weights(model).values())[0]
+    return after_zero, next(iter(full_weights(model).values()))
 
 
 @pytest.mark.parametrize("layout", ["(4)", "(2,2)", "ddp"])

@@ -1,4 +1,5 @@
-"""What people do in training loops: accumulation, switches, checkpointing, unused parameters, clipping."""
+"""What people do in training loops: accumulation, switches, checkpointing, unused parameters,
+clipping."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def gradients(model):
 
 
 def reference_gradients(steps=1, micros=1, loss=lambda m, x: m(x).pow(2).mean(), divisor=4.0):
-    """Plain autograd, one process: the mean over the ranks, the sum over steps and micro-batches."""
+    """Plain autograd, one process: the mean over the ranks, the sum over steps and
+    micro-batches."""
     torch.manual_seed(0)
     model = Net()
     for step in range(steps):
@@ -49,7 +51,7 @@ def assert_close(got, expected, atol=1e-6):
             assert (got[name] - value).abs().max().item() <= atol, name
 
 
-# --- accumulation ----------------------------------------------------------------------------------
+# --- accumulation -------------------------------------------------------------------------------
 
 
 def accumulate(rank, layout, how):
@@ -135,7 +137,7 @@ def test_the_gradient_divide_factor_of_fsdp2_is_honoured():
         assert_close(got, expected, atol=4e-6)
 
 
-# --- graphs ----------------------------------------------------------------------------------------
+# --- graphs -------------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -313,7 +315,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(layout):
         assert_close(got, expected)
 
 
-# --- clipping, freezing, precision -----------------------------------------------------------------
+# --- clipping, freezing, precision --------------------------------------------------------------
 
 
 def clipped(rank, layout):
@@ -353,9 +355,11 @@ def frozen(rank, layout):
     same = {n: torch.equal(before[n], after[n]) for n in before}
     inner.layers[1].up_proj.weight.requires_grad_(True)
     model(inputs(5, rank)).pow(2).mean().backward()
-    return same, inner.layers[1].up_proj.weight.grad is not None, {
-        u.name: u.reduces for u in dmuon.stats(inner).units
-    }
+    return (
+        same,
+        inner.layers[1].up_proj.weight.grad is not None,
+        {u.name: u.reduces for u in dmuon.stats(inner).units},
+    )
 
 
 @pytest.mark.parametrize("layout", ["(4)", "(2,2)"])
@@ -468,7 +472,9 @@ def bare_inner_only(rank, layout):
     model = OnlyInner()
     for layer in model.layers:
         layer.up_proj.bias = None
-    dmuon.dedicate_params(model, make_mesh(layout), predicate=lambda n, p: n.endswith("proj.weight"))
+    dmuon.dedicate_params(
+        model, make_mesh(layout), predicate=lambda n, p: n.endswith("proj.weight")
+    )
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
     model(x).pow(2).mean().backward()
     return {n: g for n, g in gradients(model).items() if g is not None}

@@ -25,7 +25,9 @@ def torch_functions():
         for key, value in vars(module).items():
             if isinstance(value, type):
                 for attribute, member in vars(value).items():
-                    if callable(member) or isinstance(member, (property, classmethod, staticmethod)):
+                    if callable(member) or isinstance(
+                        member, (property, classmethod, staticmethod)
+                    ):
                         found[name, key, attribute] = id(member)
             elif callable(value):
                 found[name, key] = id(value)

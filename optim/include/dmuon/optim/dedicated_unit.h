@@ -9,14 +9,15 @@
 //   live      the whole weight, on every rank, over one flat buffer per unit that exists only
 //             while the unit is unsharded. The tensors themselves are permanent, so autograd graphs
 //             and gradient hooks on them stay valid; only their memory comes and goes.
-// With G = 1 there is nothing to gather: the flat buffer is permanent and the columns are views of it.
+// With G = 1 there is nothing to gather: the flat buffer is permanent and the columns are views of
+// it.
 //
 // The flat buffer keeps each owner's parameters together, so a unit is unsharded by one broadcast
 // per owner without packing. Writing it does not count as an in-place change for autograd: weights
 // that come back before backward have the bits that forward used.
 //
-// Every operation below that communicates must be called in the same order on all ranks of the mesh.
-// Asynchronous ones return at once; the matching wait is idempotent. Not thread-safe, but the
+// Every operation below that communicates must be called in the same order on all ranks of the
+// mesh. Asynchronous ones return at once; the matching wait is idempotent. Not thread-safe, but the
 // gradient hooks may run on autograd's thread. None of it needs Python's GIL.
 #pragma once
 
@@ -80,12 +81,13 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   // The live tensors, to be wrapped as the module's parameters while unsharded.
   std::vector<at::Tensor> live() const { return live_; }
   // Those wrapped tensors: gradients will appear on them. Hooks count them per backward; once all
-  // that require a gradient have theirs, the unit reshards (if none is frozen) and calls `complete`.
+  // that require a gradient have theirs, the unit reshards (if none is frozen) and calls
+  // `complete`.
   void attach(std::vector<at::Tensor> live_parameters, std::function<void()> complete);
 
   bool unsharded() const { return unsharded_; }
-  // Starts it. With `refresh`, as before a forward, publishes first if a rest tensor was changed from
-  // outside; without, as before a backward, the weights that forward used come back.
+  // Starts it. With `refresh`, as before a forward, publishes first if a rest tensor was changed
+  // from outside; without, as before a backward, the weights that forward used come back.
   void unshard(bool refresh);
   void waitUnshard();  // the live tensors may be read after this
   void reshard();      // frees the live memory; waits for a pending unshard first
@@ -120,7 +122,7 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
  private:
   struct PendingReduce {
     GradientSync sync;
-    bool direct = true;  // both stages in one operation
+    bool direct = true;            // both stages in one operation
     std::vector<int64_t> indices;  // the trainable parameters
     std::vector<at::Tensor> outputs;
     OwnerWorkPtr work;
@@ -143,11 +145,11 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
 
   at::Tensor flat_;  // bytes; memory only while unsharded (always, if shard_size_ == 1)
   int64_t flat_bytes_ = 0;
-  std::vector<int64_t> offsets_;              // of each parameter in flat_
-  std::vector<at::Tensor> blocks_;            // flat_ by owner column
+  std::vector<int64_t> offsets_;    // of each parameter in flat_
+  std::vector<at::Tensor> blocks_;  // flat_ by owner column
   std::vector<int64_t> block_owners_;
-  std::vector<at::Tensor> live_, columns_;    // columns_[i] undefined outside the owner's column
-  std::vector<int64_t> versions_;             // of the rest tensors when last published
+  std::vector<at::Tensor> live_, columns_;  // columns_[i] undefined outside the owner's column
+  std::vector<int64_t> versions_;           // of the rest tensors when last published
   bool unsharded_ = false;
   OwnerWorkPtr unshard_work_, publish_work_;
 
