@@ -47,7 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     p.add_argument("--compare", action="store_true", help="train with both, one after the other")
-    p.add_argument("--steps", type=int, default=300)
+    p.add_argument("--steps", type=int, default=240)
     p.add_argument("--rows", type=int, default=4, help="sequences per rank and step")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--lr", type=float, default=0.02, help="Muon's, for the matrices")
