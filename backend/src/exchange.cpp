@@ -43,6 +43,16 @@ at::Tensor viewOf(const void* data, int64_t size) {
   return at::from_blob(const_cast<void*>(data), {size}, at::kByte);
 }
 
+std::string describeLoss(const Transfer& transfer) {
+  // Gloo closes every connection of a group when one of its own waits times out.
+  if (transfer.failure.find("Application timeout") != std::string::npos) {
+    return c10::str(
+        "the connection to rank ", transfer.peer,
+        " was closed because an ordinary collective of this group timed out on this rank");
+  }
+  return c10::str("rank ", transfer.peer, " is gone: ", transfer.failure);
+}
+
 std::string textOf(const at::Tensor& bytes) {
   return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
 }
@@ -287,8 +297,10 @@ void Exchange::await(Operation& op, Round& round, std::vector<Transfer>& transfe
     const bool last_look = Clock::now() >= deadline_;
     std::vector<Transfer*> still_pending;
     std::vector<int> silent;
+    std::string lost;
     for (Transfer* transfer : pending) {
-      const auto until = Clock::now() + (still_pending.empty() && !last_look ? kSlice : kGlance);
+      const bool patient = still_pending.empty() && lost.empty() && !last_look;
+      const auto until = Clock::now() + (patient ? kSlice : kGlance);
       switch (
           peers_->wait(*transfer, std::max(std::min(until, deadline_), Clock::now() + kGlance))) {
         case Peers::Outcome::done:
@@ -297,13 +309,16 @@ void Exchange::await(Operation& op, Round& round, std::vector<Transfer>& transfe
         case Peers::Outcome::interrupted:
           fail(op, round, "interrupted");
         case Peers::Outcome::gone:
-          fail(op, round, c10::str("rank ", transfer->peer, " is gone: ", transfer->failure));
+          lost += (lost.empty() ? "" : "; ") + describeLoss(*transfer);
+          break;
         case Peers::Outcome::timed_out:
           if (round.kind != Phase::header) failIfLeft(op, round, transfer->peer);
           still_pending.push_back(transfer);
           silent.push_back(transfer->peer);
       }
     }
+    // All of the lost: the one seen first may have ended only because it saw another's end.
+    if (!lost.empty()) fail(op, round, lost);
     if (last_look && !silent.empty()) {
       const auto waited = (op.held_back && round.kind == Phase::header ? 2 : 1) * timeout_;
       fail(op, round,

@@ -69,8 +69,9 @@ void HostStaging::refuseOverlap(const at::Tensor& tensor) const {
 Scale HostStaging::takeScale(c10d::ReduceOp& op, int size, const at::Tensor& tensor) const {
   const bool average = op == c10d::ReduceOp::AVG;
   if (!average && !(op == c10d::ReduceOp::PREMUL_SUM)) return {};
-  TORCH_CHECK_VALUE(isReducible(tensor.scalar_type()), name_, ": ", average ? "AVG" : "PREMUL_SUM",
-                    " is defined for Half, BFloat16, Float and Double, but the tensor ",
+  TORCH_CHECK_VALUE(isReducible(tensor.scalar_type()) && tensor.layout() == c10::kStrided, name_,
+                    ": ", average ? "AVG" : "PREMUL_SUM",
+                    " is defined for dense Half, BFloat16, Float and Double, but the tensor ",
                     tensor.scalar_type(), tensor.sizes(), " was given. Use SUM for integers");
   Scale scale{Scale::divide, static_cast<double>(size)};
   if (!average) {

@@ -172,6 +172,10 @@ bool OperationQueue::awaitEnd(const WorkPtr& dependency, std::string& error) {
       return false;
     }
   }
+  if (!future->devices().empty()) {
+    error = c10::str("it is a Work on ", future->devices()[0], ", whose end the host cannot see");
+    return false;
+  }
   auto ending = std::make_shared<Ending>();
   future->addCallback([ending](c10::ivalue::Future& ended) {
     std::lock_guard<std::mutex> lock(ending->mutex);

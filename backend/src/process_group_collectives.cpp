@@ -188,7 +188,7 @@ WorkPtr ProcessGroupDMuon::allgather_into_tensor_coalesced(Tensors& outputs, Ten
   HostStaging staging(nameOf("allgather_into_tensor_coalesced"));
   Tensors plain = staging.out(outputs);
   Tensors plain_inputs = staging.in(inputs);
-  return submit(staging, OpType::ALLGATHER_INTO_TENSOR_COALESCED, outputs, [&](auto& gloo) {
+  return submit(staging, OpType::COALESCED, outputs, [&](auto& gloo) {
     return gloo.allgather_into_tensor_coalesced(plain, plain_inputs, opts);
   });
 }

@@ -111,8 +111,8 @@ WorkPtr ProcessGroupDMuon::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
   if (!onHost(backend)) return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   std::vector<Tensors> lists;
   for (const at::Tensor& input : inputs) lists.push_back({input});
-  return reduceScatterOnHost("reduce_scatter_tensor_coalesced",
-                             OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, lists, opts);
+  return reduceScatterOnHost("reduce_scatter_tensor_coalesced", OpType::COALESCED, outputs, lists,
+                             opts);
 }
 
 }  // namespace dmuon

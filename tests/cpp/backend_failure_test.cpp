@@ -101,6 +101,7 @@ TEST(Failure, aRankThatExitsIsNamedAtOnce) {
       expectError([&] { next->wait(); }, {"unusable", "rank 2 is gone"});
     });
     EXPECT_LT(waited, 10.0);
+    meet(store, "seen", rank, 2);
   });
 }
 
@@ -123,6 +124,7 @@ TEST(Failure, aRankThatExitsWithAnOperationUnderWayIsNamed) {
       expectError([&] { next->wait(); }, {"rank 2"});
     });
     EXPECT_LT(waited, 15.0);
+    meet(store, "seen", rank, 2);  // neither may exit before the other has seen whose end it was
   });
 }
 

@@ -7,9 +7,15 @@
 //
 // Both groups' operations are submitted at once, the second held back by OwnerOptions::after, so
 // the order of operations on either group is the caller's order of calls here and nothing else. A
-// mesh dimension of size 1 is never communicated on. Semantics, errors and thread-safety are those
-// of OwnerCollectives. The object keeps no tensors; it must outlive its pending Works' submission
-// only, not their completion. Both groups must outlive the Works.
+// mesh dimension of size 1 is never communicated on.
+//
+// Semantics and thread-safety are those of OwnerCollectives. An error on any rank, or a difference
+// between any two, fails the operation on all R*G ranks. (A broadcast that fails in its second
+// stage has already delivered within the owners' columns.) Error texts name ranks of the stage's
+// group.
+//
+// The object keeps no tensors and may be destroyed before its Works complete; both groups must
+// outlive the Works.
 //
 // Rounding: between the stages a partial sum is rounded to the wire dtype.
 #pragma once

@@ -13,22 +13,26 @@
 //
 // Memory. Inputs and outputs are kept alive until the returned Work completes. Inputs must not be
 // written, and outputs must be neither read nor written, before then. A reduction never writes to a
-// tensor on a rank that does not own it. Scratch: at most the bytes a rank owns times the group
-// size.
+// tensor on a rank that does not own it. Scratch while a reduction runs: the bytes a rank owns
+// times the number of peers, and a packed copy of what it sends; a list whose tensors of one owner
+// lie one after the other in memory needs no copy.
 //
 // Numerics. The sum runs over ranks 0, 1, ..., N-1 in that order, always; fp16, bf16 and fp32 are
 // accumulated in fp32, fp64 in fp64. The sum is divided by the divisor once, at the owner, in the
 // accumulation type, and rounded once to the output's dtype.
 //
 // Threads. Submitting is thread-safe, but the order across ranks is the caller's business. Work
-// completes on a thread of the group, which never takes Python's GIL.
+// completes on a thread of the group, which never takes Python's GIL. A group that has run an
+// operation has two threads; before that, or with one rank, none.
 //
 // Errors. Bad arguments that this rank alone can see (an owner out of range, an unsupported dtype,
-// a strided tensor, a device without a transport) throw c10::Error at submission *after* the
+// a strided tensor, a device without a transport) throw c10::ValueError at submission *after* the
 // operation has been reported as invalid to the other ranks, whose Works then fail with this
 // rank's message: no rank is left waiting. A peer that does not take part within the time-out
-// fails the Work with operation, group, sequence number, label and the missing rank; the group is
-// unusable from then on and says so.
+// fails the Work with operation, group, sequence number, label and the missing rank; so does one
+// that has gone. The group is unusable from then on: every rank of it hears why, in the operations
+// it has pending and in those it submits later, whose Works have failed already when they are
+// returned. The group's ordinary collectives go on as long as the connections are there.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -56,10 +60,12 @@ using OwnerWorkPtr = c10::intrusive_ptr<OwnerWork>;
 struct OwnerOptions {
   // Reductions only: the sum is divided by this at the owner. N (the group's size) gives the mean.
   double divisor = 1.0;
+  // How long to wait for a peer, from the moment this operation is the group's next. An operation
+  // with `after` or `flags_from` allows twice as long, since its peers may be held back as well.
   // Zero means the group's own time-out.
   std::chrono::milliseconds timeout{0};
   // Inputs are read only after this has completed; if it failed, so does this operation, on every
-  // rank. It may belong to another group.
+  // rank. It may belong to another group. A Work of cpu tensors.
   WorkPtr after;
   // Also wait for this OwnerWork's flags and OR them into `flags` (for chains of operations).
   OwnerWorkPtr flags_from;
@@ -86,7 +92,7 @@ class OwnerCollectives {
   //   elements allowed. owners[i]: the group rank that receives the sum.
   // outputs[i]: looked at on the owner only (elsewhere it may be an undefined tensor): contiguous,
   //   the input's shape, and the input's dtype or the accumulation dtype. May be the input itself.
-  // The Work's result() holds the outputs.
+  // The Work's result() and future hold the outputs, undefined where they were.
   virtual OwnerWorkPtr reduceToOwners(std::vector<at::Tensor> inputs,
                                       std::vector<at::Tensor> outputs, std::vector<int64_t> owners,
                                       OwnerOptions options = {}) = 0;
@@ -101,7 +107,8 @@ class OwnerCollectives {
 
   // Blocks until everything submitted has completed or failed. For orderly shutdown.
   virtual void drain() = 0;
-  // Fails everything pending and everything submitted later. Does not block on peers.
+  // Fails everything pending and everything submitted later, here and on the peers, which are told
+  // the reason. Does not block on peers.
   virtual void abort(const std::string& reason) = 0;
 };
 

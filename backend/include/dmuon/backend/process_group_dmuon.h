@@ -143,7 +143,7 @@ class ProcessGroupDMuon : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setGroupUid(const std::string& uid) override;
   void eagerConnectSingleDevice(at::Device device) override;
-  void setBoundDeviceId(std::optional<at::Device> device) override;
+  void setBoundDeviceId(std::optional<at::Device> device);  // overrides, but not in torch 2.11
   void enableCollectivesTiming() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
