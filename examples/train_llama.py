@@ -11,6 +11,7 @@ the GPU of its local rank.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import sys
@@ -52,7 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--lr", type=float, default=0.02, help="Muon's, for the matrices")
     p.add_argument("--muon-adamw-lr", type=float, default=3e-3, help="AdamW's, beside Muon")
-    p.add_argument("--adamw-lr", type=float, default=3e-3, help="AdamW's, of --optimizer adamw")
+    p.add_argument("--adamw-lr", type=float, default=1.5e-3, help="AdamW's, of --optimizer adamw")
     p.add_argument("--weight-decay", type=float, default=0.0)
     p.add_argument("--warmup", type=int, default=20, help="steps")
     p.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
@@ -65,6 +66,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         p.error(f"--mesh is for --mode hsdp; {options.mode} puts all ranks into one dimension")
     if min(options.steps, options.rows, options.eval_every) < 1:
         p.error("--steps, --rows and --eval-every must be at least 1")
+    for option, package in (("plot", "matplotlib"), ("tensorboard", "tensorboard")):
+        if getattr(options, option) and importlib.util.find_spec(package) is None:
+            p.error(f"--{option} needs a package: pip install {package}")
     return options
 
 
