@@ -1,60 +1,18 @@
 #include "exchange.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 
+#include "message_bytes.h"
 #include "reduce_kernels.h"
 
 namespace dmuon {
 namespace {
 
-const char* toString(Exchange::Phase phase) {
-  switch (phase) {
-    case Exchange::Phase::header:
-      return "header";
-    case Exchange::Phase::text:
-      return "description of the operation";
-    case Exchange::Phase::flags:
-      return "flags";
-    case Exchange::Phase::payload:
-      return "payload";
-  }
-  return "";
-}
-
-// How long one message is waited for before the others are looked at. A message that is there
-// already is taken at once, however short the time.
-constexpr std::chrono::milliseconds kSlice{100};
-constexpr std::chrono::milliseconds kGlance{2};
-
-at::Tensor newBytes(int64_t size) { return at::empty({size}, at::kByte); }
-
-at::Tensor copyOf(const void* data, size_t size) {
-  at::Tensor bytes = newBytes(static_cast<int64_t>(size));
-  std::memcpy(bytes.mutable_data_ptr(), data, size);
-  return bytes;
-}
-
 at::Tensor viewOf(const void* data, int64_t size) {
   return at::from_blob(const_cast<void*>(data), {size}, at::kByte);
-}
-
-std::string describeLoss(const Transfer& transfer) {
-  // Gloo closes every connection of a group when one of its own waits times out.
-  if (transfer.failure.find("Application timeout") != std::string::npos) {
-    return c10::str(
-        "the connection to rank ", transfer.peer,
-        " was closed because an ordinary collective of this group timed out on this rank");
-  }
-  return c10::str("rank ", transfer.peer, " is gone: ", transfer.failure);
-}
-
-std::string textOf(const at::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
 }
 
 std::string refusalOrProposal(const Operation& op) {
@@ -268,120 +226,6 @@ void Exchange::broadcast(Operation& op, Moved& moved) {
   for (int peer = 0; peer < size_; ++peer) {
     if (to_unpack[peer]) unpack(blocks[peer], tensors, to_unpack[peer], op.outputs);
   }
-}
-
-Exchange::Round Exchange::swapWithAll(uint64_t seq, Phase kind, const at::Tensor& mine,
-                                      const std::function<int64_t(int)>& bytes_from) {
-  Round round{kind};
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    const int tag = tagOf(seq, kind);
-    round.receives.push_back(peers_->receive(peer, tag, newBytes(bytes_from(peer))));
-    round.sends.push_back(peers_->send(peer, tag, mine));
-  }
-  return round;
-}
-
-void Exchange::finish(Operation& op, Round& round) {
-  await(op, round, round.receives);
-  await(op, round, round.sends);
-}
-
-// Looks at all messages in turn, so that whichever peer dies or gives up first is noticed while
-// others are merely slow. At the deadline, every rank that is still missing is named.
-void Exchange::await(Operation& op, Round& round, std::vector<Transfer>& transfers,
-                     const std::function<void(const Transfer&)>& on_done) {
-  std::vector<Transfer*> pending;
-  for (Transfer& transfer : transfers) pending.push_back(&transfer);
-  while (!pending.empty()) {
-    const bool last_look = Clock::now() >= deadline_;
-    std::vector<Transfer*> still_pending;
-    std::vector<int> silent;
-    std::string lost;
-    for (Transfer* transfer : pending) {
-      const bool patient = still_pending.empty() && lost.empty() && !last_look;
-      const auto until = Clock::now() + (patient ? kSlice : kGlance);
-      switch (
-          peers_->wait(*transfer, std::max(std::min(until, deadline_), Clock::now() + kGlance))) {
-        case Peers::Outcome::done:
-          if (on_done) on_done(*transfer);
-          break;
-        case Peers::Outcome::interrupted:
-          fail(op, round, "interrupted");
-        case Peers::Outcome::gone:
-          lost += (lost.empty() ? "" : "; ") + describeLoss(*transfer);
-          break;
-        case Peers::Outcome::timed_out:
-          if (round.kind != Phase::header) failIfLeft(op, round, transfer->peer);
-          still_pending.push_back(transfer);
-          silent.push_back(transfer->peer);
-      }
-    }
-    // All of the lost: the one seen first may have ended only because it saw another's end.
-    if (!lost.empty()) fail(op, round, lost);
-    if (last_look && !silent.empty()) {
-      const auto waited = (op.held_back && round.kind == Phase::header ? 2 : 1) * timeout_;
-      fail(op, round,
-           c10::str(rankList(silent), " did not take part within ", waited.count(),
-                    " ms (waiting for the ", toString(round.kind),
-                    "). Does every rank submit this operation?"));
-    }
-    pending = std::move(still_pending);
-  }
-}
-
-void Exchange::fail(Operation& op, Round& round, const std::string& why) {
-  std::vector<Transfer> transfers = std::move(round.receives);
-  std::move(round.sends.begin(), round.sends.end(), std::back_inserter(transfers));
-  peers_->giveUp(std::move(transfers), op.memory);
-  throw Fatal(c10::str(op.name, ": ", why));
-}
-
-Transfer& Exchange::nextHeaderOf(int peer, uint64_t seq) {
-  auto known = early_.find(peer);
-  if (known == early_.end()) {
-    Transfer receive = peers_->receive(peer, tagOf(seq, Phase::header), newBytes(sizeof(Header)));
-    known = early_.emplace(peer, std::move(receive)).first;
-  }
-  return known->second;
-}
-
-void Exchange::failIfLeft(Operation& op, Round& round, int peer) {
-  Transfer& transfer = nextHeaderOf(peer, op.seq + 1);
-  if (peers_->wait(transfer, Clock::now() + kGlance) != Peers::Outcome::done) return;
-  Header header;
-  std::memcpy(&header, transfer.bytes.const_data_ptr(), sizeof(Header));
-  if (header.state != RankState::leaves) return;
-  fail(op, round,
-       c10::str("rank ", peer,
-                " has left the group: ", receiveText(op.seq + 1, peer, header.text_bytes)));
-}
-
-std::string Exchange::receiveText(uint64_t seq, int peer, uint64_t bytes) {
-  Transfer transfer =
-      peers_->receive(peer, tagOf(seq, Phase::text), newBytes(static_cast<int64_t>(bytes)));
-  if (peers_->wait(transfer, Clock::now() + kSlice) == Peers::Outcome::done) {
-    return textOf(transfer.bytes);
-  }
-  peers_->giveUp({std::move(transfer)}, {});
-  return "for a reason that did not arrive";
-}
-
-void Exchange::leave(uint64_t seq, const std::string& why) {
-  if (!peers_) return;
-  Header header;
-  header.state = RankState::leaves;
-  header.seq = seq;
-  header.text_bytes = why.size();
-  const at::Tensor header_bytes = copyOf(&header, sizeof(header));
-  const at::Tensor text = copyOf(why.data(), why.size());
-  std::vector<Transfer> transfers;
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    transfers.push_back(peers_->send(peer, tagOf(seq, Phase::header), header_bytes));
-    transfers.push_back(peers_->send(peer, tagOf(seq, Phase::text), text));
-  }
-  peers_->giveUp(std::move(transfers), {});
 }
 
 }  // namespace dmuon

@@ -67,6 +67,10 @@ class Exchange {
   void finish(Operation& op, Round& round);
   void await(Operation& op, Round& round, std::vector<Transfer>& transfers,
              const std::function<void(const Transfer&)>& on_done = {});
+  std::vector<Transfer*> look(Operation& op, Round& round, const std::vector<Transfer*>& pending,
+                              std::chrono::milliseconds patience,
+                              const std::function<void(const Transfer&)>& on_done);
+  [[noreturn]] void failSilent(Operation& op, Round& round, const std::vector<Transfer*>& pending);
   [[noreturn]] void fail(Operation& op, Round& round, const std::string& why);
 
   // A peer that gives up says so where the header of its next operation would be. These look there
