@@ -73,6 +73,9 @@ def unit_of(
     ValueError if ``strict``.
     """
     holder = name.rpartition(".")[0]
+    parent = holder.rpartition(".")[0]
+    if isinstance(model.get_submodule(parent), nn.MultiheadAttention):
+        holder = parent  # it reads out_proj.weight itself and never calls out_proj
     chain = ancestors(model, holder)
     if predicate is None:
         return next((n for n, _ in chain[1:] if is_block(model, n)), holder)

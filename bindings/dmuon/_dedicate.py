@@ -70,8 +70,29 @@ def dedicate_params(
     Raises:
         ValueError: bad mesh or option, a parameter that cannot be dedicated, ranks that disagree.
     """
+    return _dedicate(
+        model, mesh, predicate, False,
+        reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, mp_policy, blocks,
+        cost, process_groups,
+    )  # fmt: skip
+
+
+def _dedicate(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    predicate: Predicate | None,
+    for_ddp: bool,
+    reshard_after_forward: bool = True,
+    hook_boundary_predicate: BoundaryPredicate | None = None,
+    hook_boundary_strict: bool = True,
+    mp_policy: Any = None,
+    blocks: Any = None,
+    cost: str = "measured",
+    process_groups: str = "isolated",
+) -> _C.OwnershipPlan:
     _check_options(reshard_after_forward, blocks, cost, process_groups)
     view = MeshView(mesh)
+    view.plain_scalars = for_ddp
     chosen = _choose(model, predicate)
     _check_fit(model, view, chosen)
 
@@ -107,7 +128,7 @@ def dedicate_params(
     for unit, names in units.items():
         for name in names:
             owner = plan.owner(name)
-            _rest_on_owner(named[name], places[name], view, owner)
+            _rest_on_owner(named[name], places[name], view, owner, hidden=not for_ddp)
             entries.setdefault(unit, []).append(Entry(name, owner, named[name].shape, places[name]))
     if chosen:
         Runtime(
@@ -153,7 +174,7 @@ def dedicate_params_ddp(
         )
     if mesh.ndim != 2 or mesh.size(1) != 1:
         raise ValueError(f"dmuon: DDP needs a mesh of N ranks or (N, 1), got {format_mesh(mesh)}")
-    return dedicate_params(model, mesh, predicate, **options)
+    return _dedicate(model, mesh, predicate, True, **options)
 
 
 @contextmanager
@@ -251,6 +272,7 @@ def _rest_on_owner(
     places: Iterable[tuple[nn.Module, str]],
     view: MeshView,
     owner: tuple[int, int],
+    hidden: bool,
 ) -> None:
     rest = nn.Parameter(
         OwnedTensor.build(local_like(parameter, view.slot == owner), view, owner, parameter.shape),
@@ -258,8 +280,8 @@ def _rest_on_owner(
     )
     for module, leaf in places:
         module._parameters[leaf] = rest
-        hidden = module.__dict__.get("_dmuon_hidden_names", set())
-        hide(module, hidden | {leaf})
+        if hidden:  # from fully_shard; DDP has a list of its own
+            hide(module, leaf)
 
 
 def _ignore_in_ddp(model: nn.Module, places: dict[str, list[tuple[nn.Module, str]]]) -> None:

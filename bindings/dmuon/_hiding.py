@@ -33,8 +33,8 @@ class DedicatedModule:
                 yield name, parameter
 
 
-def hide(module: nn.Module, names: set[str]) -> None:
-    """Leaves ``names`` out of ``module.named_parameters(recurse=False)`` for now."""
+def hide(module: nn.Module, name: str) -> None:
+    """Leaves ``name`` out of ``module.named_parameters(recurse=False)`` for now."""
     cls = module.__class__
     if not issubclass(cls, DedicatedModule):
         if cls not in _swapped:
@@ -42,7 +42,7 @@ def hide(module: nn.Module, names: set[str]) -> None:
                 cls.__name__, (DedicatedModule, cls), {"__module__": cls.__module__}
             )
         module.__class__ = _swapped[cls]
-    module.__dict__[_NAMES] = names
+    module.__dict__.setdefault(_NAMES, set()).add(name)
 
 
 def reveal(module: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,10 @@ class MeshView:
         if coordinate is None:
             raise ValueError(f"dmuon: rank {dist.get_rank()} is not in the mesh {mesh}")
         self.mesh = mesh
+        #: The runtime whose parameters rest on this view, if any.
+        self.runtime: Callable[[], Any] = lambda: None
+        #: Beside DDP's plain gradients, norms of dedicated ones must be plain too (for clipping).
+        self.plain_scalars = False
         self.device_type = mesh.device_type
         if mesh.ndim == 1:
             self.shape = (1, mesh.size())

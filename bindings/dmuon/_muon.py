@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from . import _C
 from ._boundary import default_predicate
 from ._owned_tensor import OwnedTensor
-from ._runtime import _ORDER, Runtime, runtimes_of
+from ._runtime import _ORDER, Runtime, own_gradient, runtimes_of
 
 _MUON_KEYS = (
     "lr", "momentum", "nesterov", "weight_decay",
@@ -93,6 +93,7 @@ class Muon(torch.optim.Optimizer):
         self._master_versions: dict[int, int] = {}
         groups = self._groups(model_or_params, list(param_groups or []))
         super().__init__(groups, {})
+        self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
 
     # --- construction --------------------------------------------------------------------------
 
@@ -125,12 +126,10 @@ class Muon(torch.optim.Optimizer):
         return groups
 
     def _split(self, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        self._runtimes = runtimes_of(model)
-        for runtime in self._runtimes:
-            runtime.bind()
+        self._use(runtimes_of(model))
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = {id(p): n for n, p in named}
-        if self._runtimes:
+        if any(isinstance(p, OwnedTensor) for _, p in named):
             muon: list[nn.Parameter] = [p for _, p in named if isinstance(p, OwnedTensor)]  # type: ignore[misc]
         else:
             sharded = next((n for n, p in named if isinstance(p, DTensor)), None)
@@ -163,22 +162,25 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if algorithm == "muon" else self._adamw_defaults
         group = {**defaults, "name": algorithm, **param_group}
         group.update(params=params, algorithm=algorithm)
-        unknown = set(group) - {
-            *defaults,
-            "params",
-            "name",
-            "algorithm",
-            "initial_lr",
-            "param_names",
-        }
-        if unknown:
-            raise ValueError(f"dmuon: unknown options {sorted(unknown)} for a {algorithm} group")
         for parameter in params:
             self._check_parameter(parameter, algorithm)
         self._check_options(group)
         super().add_param_group(group)
+        for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
+            del group[key]  # the other algorithm's, which the base class filled in
+        self._use(
+            runtime
+            for p in params
+            if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None
+        )
         for parameter in params:
             self._init_state(parameter, algorithm)
+
+    def _use(self, runtimes: Iterable[Runtime]) -> None:
+        for runtime in runtimes:
+            if runtime not in self._runtimes:
+                runtime.bind()
+                self._runtimes.append(runtime)
 
     def _check_parameter(self, p: torch.Tensor, algorithm: str) -> None:
         what = (
@@ -244,6 +246,8 @@ class Muon(torch.optim.Optimizer):
     def _hyper(self, group: dict[str, Any]) -> _C.MuonHyper:
         coefficients, mode = group["ns_coefficients"], group["ns_mode"]
         if not isinstance(coefficients, str):
+            if len(coefficients) == 3 and isinstance(coefficients[0], (int, float)):
+                coefficients = [coefficients] * int(group["ns_steps"])  # torch.optim.Muon's form
             coefficients = tuple(tuple(float(x) for x in step) for step in coefficients)
         if not isinstance(mode, str):
             mode = tuple(int(i) for i in mode)
@@ -257,7 +261,7 @@ class Muon(torch.optim.Optimizer):
             float(group["momentum"]),
             bool(group["nesterov"]),
             float(group["weight_decay"]),
-            group["adjust_lr_fn"],
+            group["adjust_lr_fn"] or "original",
             self._configs[key],
         )
 
@@ -266,6 +270,7 @@ class Muon(torch.optim.Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
+            gradient = _local_gradient(p)  # checked on every rank
             updated.add(id(p))
             local = _local(p)
             if local.numel() == 0:
@@ -278,14 +283,14 @@ class Muon(torch.optim.Optimizer):
                     weight.copy_(local)  # loaded or changed from outside since the last step
                 halves.append((p, local, weight))
             weights.append(weight)
-            gradients.append(_local_gradient(p))
+            gradients.append(gradient)
+            if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None:
+                runtime.orthogonalized += p.shape[0] if p.ndim == 3 else 1
             momenta.append(_local(state["momentum_buffer"]))
-        done = _C.muon_update(weights, gradients, momenta, self._hyper(group))
+        _C.muon_update(weights, gradients, momenta, self._hyper(group))
         for p, local, master in halves:
             local.copy_(master)
             self._master_versions[id(p)] = local._version
-        for runtime in self._runtimes[:1]:
-            runtime.orthogonalized += done
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
@@ -307,6 +312,17 @@ class Muon(torch.optim.Optimizer):
 
     # --- state ---------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_muon_defaults": self._muon_defaults, "_adamw_defaults": self._adamw_defaults}
+        return {**super().__getstate__(), **own, "replicate_async": self.replicate_async}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
+        for p, values in self.state.items():
+            if "master" in values:
+                self._master_versions[id(p)] = _local(p)._version
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but into the existing tensors: their dtypes and owners stay.
@@ -314,7 +330,11 @@ class Muon(torch.optim.Optimizer):
         A collective over the mesh where ``state_dict`` holds whole or otherwise sharded tensors.
         """
         kept = dict(self.state)
+        options = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, options):
+            for key, value in own.items():  # what torch.optim.Muon's groups do not have
+                group.setdefault(key, value)
         loaded = state_dict["state"]
         indices = [i for g in state_dict["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
@@ -375,13 +395,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_gradient(p: torch.Tensor) -> torch.Tensor:
-    grad = p.grad
+    grad = own_gradient(p) if isinstance(p, OwnedTensor) else p.grad
     assert grad is not None
-    if isinstance(p, OwnedTensor) and not isinstance(grad, OwnedTensor):
-        raise RuntimeError(
-            f"dmuon: the gradient of a dedicated parameter of shape {tuple(p.shape)} is a "
-            f"{type(grad).__name__}; it must come from a backward through its module"
-        )
     return _local(grad)
 
 

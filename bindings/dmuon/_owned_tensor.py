@@ -7,6 +7,7 @@ of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ._mesh import MeshView
+from ._mesh import MeshView, local_like
 
 aten = torch.ops.aten
 
@@ -207,6 +208,23 @@ class OwnedTensor(DTensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self._local_tensor
 
+    # --- copies --------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy: Any = self.like(self._local_tensor.detach().clone())
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"dmuon: a tensor of shape {tuple(self.shape)} that rests on its owner alone cannot be "
+            "pickled: this rank's part would be wrong on any other. Save with "
+            "torch.distributed.checkpoint, or take a full state first "
+            "(get_model_state_dict, get_optimizer_state_dict with full_state_dict=True)"
+        )
+
     # --- operations ----------------------------------------------------------------------------
 
     @classmethod
@@ -221,17 +239,22 @@ class OwnedTensor(DTensor):
         written = _written(func, args)
         if func is aten.copy_.default:
             result = _copy_(*args, **kwargs)
-        elif _is_local(func, args, kwargs):
+        elif _is_local(func, args, kwargs) or _is_foreach_local(func, args):
             result = _run_local(func, args, kwargs)
-        elif func in _REDUCTIONS:
+        elif func in _REDUCTIONS and not any(a in (math.inf, -math.inf) for a in args[1:2]):
             result = func(*tree_map(_as_plain_shard, args), **tree_map(_as_plain_shard, kwargs))
+            if _plain_scalars(args):
+                result = tree_map(_full_scalar, result)
         elif written:
             raise NotImplementedError(
                 f"dmuon: {func} cannot write to a parameter that rests on its owner; "
                 "compute on p.full_tensor() and p.copy_() the result"
             )
         else:
+            _refuse_mixture(func, args)
             result = func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))
+            if any(r.alias_info is not None for r in func._schema.returns):  # type: ignore[attr-defined]
+                result = tree_map(_read_only, result)
         # Below this dispatch autograd does not count in-place changes; the units ask for them. All
         # ranks count, also those with nothing to write, so that all agree on what to publish.
         for tensor in written:
@@ -280,8 +303,28 @@ def _is_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             if value.shape != first.shape or value._owner != first._owner:
                 return False
         elif isinstance(value, torch.Tensor) and value.ndim > 0:
-            return False
+            whole = isinstance(value, DTensor) and first is not None and value.shape == first.shape
+            if not whole:
+                return False
     return first is not None
+
+
+def _is_foreach_local(func: Any, args: tuple[Any, ...]) -> bool:
+    """Element-wise operations on lists of owned tensors, equal position by position."""
+    if not func.__name__.startswith("_foreach_") or func in _REDUCTIONS:
+        return False
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a]
+    tensors = [list(a) for a in lists if isinstance(a[0], torch.Tensor)]
+    others = [a for a in args if isinstance(a, DTensor) and a.ndim > 0]
+    return (
+        bool(tensors)
+        and not others
+        and all(
+            isinstance(t, OwnedTensor) and t.shape == row[0].shape and t._owner == row[0]._owner
+            for row in zip(*tensors)
+            for t in row
+        )
+    )
 
 
 def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,20 +334,25 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(value: Any) -> Any:
         if isinstance(value, OwnedTensor):
             return value._local_tensor
-        # A scalar such as the clipping factor; communicates only if it is still a partial sum.
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        # A scalar, such as the clipping factor, or the gradient of a use outside the module.
+        full = value.full_tensor()
+        return local_like(full, model.is_owner) if full.ndim else full
 
     result = func(*tree_map(local, args), **tree_map(local, kwargs))
 
-    def wrap(value: Any) -> Any:
+    def wrap(value: Any, template: OwnedTensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         for tensor in owned:  # an in-place operation returns its own argument
             if value is tensor._local_tensor:
                 return tensor
-        return model.like(value)
+        return template.like(value)
 
-    return tree_map(wrap, result)
+    if isinstance(result, (list, tuple)):  # of a list of tensors
+        return [wrap(value, template) for value, template in zip(result, args[0])]
+    return wrap(result, model)
 
 
 def _copy_(destination: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -343,6 +391,63 @@ def _as_plain_shard(value: Any) -> Any:
         tensor_meta=value._spec.tensor_meta,
     )
     return DTensor.__new__(DTensor, value._local_tensor, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+
+
+class _WholeView(DTensor):
+    """A view of a resting parameter, computed on a gathered copy: what is written to it would be
+    lost, so that is refused."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for argument, value in zip(func._schema.arguments, args):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, _WholeView):
+                raise NotImplementedError(
+                    f"dmuon: {func} would write to a view of a parameter that rests on its "
+                    "owner, and be lost; compute on p.full_tensor() and p.copy_() the result"
+                )
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if any(r.alias_info is not None for r in func._schema.returns):
+            result = tree_map(_read_only, result)
+        return result
+
+
+def _read_only(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    view: Any = DTensor.__new__(_WholeView, value._local_tensor, value._spec, requires_grad=False)
+    return view
+
+
+def _plain_scalars(args: tuple[Any, ...]) -> bool:
+    owned = (v for v in tree_flatten(args)[0] if isinstance(v, OwnedTensor))
+    return next(owned)._view.plain_scalars
+
+
+def _full_scalar(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) and value.ndim == 0 else value
+
+
+def _refuse_mixture(func: Any, args: tuple[Any, ...]) -> None:
+    values = tree_flatten(args)[0]
+    plain = any(
+        isinstance(v, torch.Tensor) and not isinstance(v, DTensor) and v.ndim > 0 for v in values
+    )
+    if plain:
+        owned = next(v for v in values if isinstance(v, OwnedTensor))
+        raise RuntimeError(
+            f"dmuon: {func} mixes an ordinary tensor with a dedicated parameter of shape "
+            f"{tuple(owned.shape)} at rest. If this is in a forward, the weight was read where no "
+            "hook could bring it in: choose a hook_boundary_predicate that takes a module around "
+            "both. Elsewhere, use p.full_tensor(). (DistributedDataParallel must wrap the very "
+            "module that was given to dedicate_params_ddp.)"
+        )
 
 
 def _as_replicated(value: Any) -> Any:

@@ -9,18 +9,22 @@ and, as a net for modules called from elsewhere, on every module that holds a de
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _C
 from ._fsdp import Enclosing, enclosing
 from ._hiding import reveal
-from ._mesh import MeshView, format_mesh
+from ._mesh import MeshView, format_mesh, local_like
 from ._owned_tensor import OwnedTensor
 
 _RUNTIMES = "_dmuon_runtimes"
@@ -64,7 +68,12 @@ class Unit:
         self.rests: list[Any] = []  # Parameters that are OwnedTensors
         self.lives: list[nn.Parameter] = []
         self.slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.version = 0  # of the weights; a backward must meet the one its forward used
+        self._locals: list[torch.Tensor] = []
         self._trainable: tuple[bool, ...] = ()
+        self._open_inputs = (
+            0  # inputs whose gradients are still to come, if some weights are frozen
+        )
         self._cast: torch.dtype | None = None
         self._output: torch.dtype | None = None
 
@@ -81,6 +90,7 @@ class Unit:
             self._cast = param_dtype if policy.cast_forward_inputs else None
             self._output = policy.output_dtype
         self.rests = [entry.rest for entry in self.entries]
+        self._locals = [rest._local_tensor for rest in self.rests]
         parameters = [
             (
                 entry.name,
@@ -110,6 +120,16 @@ class Unit:
             for module, leaf in entry.places
         ]
 
+    def check_rests(self) -> None:
+        """Refuses parameters whose storage was exchanged under the unit (``model.to(dtype)``)."""
+        for entry, rest, local in zip(self.entries, self.rests, self._locals):
+            if rest._local_tensor is not local:
+                raise RuntimeError(
+                    f"dmuon: the storage of dedicated parameter {entry.name!r} was exchanged after "
+                    f"its first use (now {rest.dtype} on {rest.device}); convert or move the model "
+                    "before the optimizer is built and before its first forward"
+                )
+
     def follow_requires_grad(self) -> None:
         """Carries ``requires_grad`` over from the parameters at rest, also when toggled later."""
         trainable = tuple([rest.requires_grad for rest in self.rests])
@@ -127,12 +147,16 @@ class Unit:
         if self.depth == 1:
             self.runtime.enter_forward()
             if not self.in_backward:
+                self.check_rests()
                 self.follow_requires_grad()
+                self.version += self.core.stale
                 self.core.unshard(refresh=True)
             elif not self.core.unsharded:
                 self.core.unshard(refresh=False)
             self.core.wait_unshard()
             _C.install(self.slots, live=True)
+            if torch.is_grad_enabled() and not all(self._trainable):
+                self.watch_inputs((args, kwargs))
             if self._cast is not None:
                 return _cast(args, self._cast), _cast(kwargs, self._cast)
         return None
@@ -144,23 +168,47 @@ class Unit:
         if self.depth or self.in_backward:
             return None
         _C.install(self.slots, live=False)
-        seen_all = not torch.is_grad_enabled() or register_pre_backward(output, self.pre_backward)
+        seen_all = True
+        if torch.is_grad_enabled():
+            hook = functools.partial(self.pre_backward, self.version)
+            seen_all = register_pre_backward(output, hook)
         if self.reshard_after_forward and seen_all:
             self.core.reshard()
         return None if self._output is None else _cast(output, self._output)
 
     # --- backward ----------------------------------------------------------------------------
 
-    def pre_backward(self, _: torch.Tensor) -> None:
+    def pre_backward(self, version: int, _: torch.Tensor) -> None:
+        self.runtime.enter_backward()
         if self.in_backward:
             return
-        self.runtime.enter_backward()
+        if version != self.version:
+            raise RuntimeError(
+                f"dmuon: the weights of unit {self.name or '<model>'!r} were changed (by a step or "
+                "a load) between this forward and its backward: the gradients would be wrong"
+            )
         self.in_backward = True
         if not self.core.unsharded:
             self.core.unshard(refresh=False)
         self.core.wait_unshard()
         _C.install(self.slots, live=True)
         self.runtime.core.set_sync(self.index, self.sync())
+
+    def watch_inputs(self, inputs: Any) -> None:
+        """Frees a partly frozen unit once the gradients of its inputs are there.
+
+        Where every weight is trained, the unit's own gradients say when it is no longer needed.
+        """
+
+        def arrived(_: torch.Tensor) -> None:
+            self._open_inputs -= 1
+            if self._open_inputs == 0 and self.in_backward and self.core.complete:
+                self.core.reshard()
+
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(arrived)
+                self._open_inputs += 1
 
     def sync(self) -> _C.GradientSync:
         """The gradient switches in force: dmuon.no_sync's, and the enclosing FSDP2 module's."""
@@ -173,6 +221,7 @@ class Unit:
 
     def end_backward(self) -> None:
         self.in_backward = False
+        self._open_inputs = 0
         if self.depth == 0:
             _C.install(self.slots, live=False)
             self.core.reshard()
@@ -184,7 +233,7 @@ class Unit:
             if rest.grad is None:
                 rest.grad = rest.like(local)
             else:
-                rest.grad._local_tensor.add_(local)
+                own_gradient(rest)._local_tensor.add_(local)
             hooks = getattr(rest, "_post_accumulate_grad_hooks", None)
             for hook in (hooks or {}).values():
                 hook(rest)
@@ -216,9 +265,11 @@ class Runtime:
         ]
         self.core: _C.DedicatedModel
         self.bound = False
+        self._alive: weakref.ref[_Token] = weakref.ref(_Token())
         self.no_sync_depth = 0
         self.orthogonalized = 0  # by this rank, since construction
         self.steps = 0
+        view.runtime = weakref.ref(self)
         model.__dict__.setdefault(_RUNTIMES, []).append(self)
         self._register_hooks()
 
@@ -230,12 +281,26 @@ class Runtime:
     def _register_hooks(self) -> None:
         for unit in self.units:
             holders = [module for entry in unit.entries for module, _ in entry.places]
-            for module in dict.fromkeys([self.model.get_submodule(unit.name), *holders]):
+            for module in self._between(unit.name, holders):
                 module.register_forward_pre_hook(unit.pre_forward, with_kwargs=True)
                 module.register_forward_hook(unit.post_forward, always_call=True)
         # The outermost output, so that the end of the backward is the end of the outer one even
         # where re-entrant checkpointing runs backwards inside it.
         self.model.register_forward_hook(self._post_forward_model)
+        self.model.register_state_dict_pre_hook(lambda *_: self.repair())
+
+    def _between(self, unit: str, holders: list[nn.Module]) -> list[nn.Module]:
+        """The unit's block, the modules that hold its parameters, and all between: any of them may
+        be called from outside, or read a weight below it."""
+        block = self.model.get_submodule(unit)
+        wanted = {id(module) for module in holders}
+        found: dict[nn.Module, None] = {block: None, **dict.fromkeys(holders)}
+        for name, module in block.named_modules():
+            if id(module) not in wanted:
+                continue
+            for path in itertools.accumulate(name.split("."), "{}.{}".format):
+                found[block.get_submodule(path)] = None
+        return list(found)
 
     def _post_forward_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -251,7 +316,8 @@ class Runtime:
             for entry in unit.entries:
                 self._check(entry)
         for unit in self.units:
-            unit.bind()
+            with torch.inference_mode(False):  # what is made here outlives an evaluation
+                unit.bind()
             other = unit.enclosing.mesh
             if other is not None and (
                 other.mesh.shape != self.view.mesh.mesh.shape
@@ -262,7 +328,13 @@ class Runtime:
                     f"{format_mesh(self.view.mesh)}, but fully_shard around it uses "
                     f"{format_mesh(other)}; give both the same mesh"
                 )
-        self.core = _C.DedicatedModel([unit.core for unit in self.units])
+        me = weakref.ref(self)  # C++ holds this: no cycle that Python cannot see
+
+        def gradient_outside() -> None:
+            if (runtime := me()) is not None:
+                runtime.enter_backward()
+
+        self.core = _C.DedicatedModel([unit.core for unit in self.units], gradient_outside)
         self.bound = True
         for unit in self.units:
             unit.follow_requires_grad()
@@ -290,14 +362,22 @@ class Runtime:
 
     def enter_forward(self) -> None:
         self.bind()
-        if self.core.in_backward and torch._C._current_graph_task_id() == -1:
-            self.abandon_backward()  # an exception ended it before its final callback
+        self.repair()
+
+    def repair(self) -> None:
+        """Clears up after a backward that an exception ended before its final callback."""
+        if self.bound and self.core.in_backward and self._alive() is None:
+            self.abandon_backward()
 
     def enter_backward(self) -> None:
+        self.repair()
         if self.core.in_backward:
             return
-        self.core.begin_backward()
-        Variable._execution_engine.queue_callback(self.finish_backward)
+        self.core.begin_backward(torch._C._current_graph_task_id())
+        # The engine drops its callbacks with the backward, however that ends; with them the token.
+        token = _Token()
+        self._alive = weakref.ref(token)
+        Variable._execution_engine.queue_callback(functools.partial(_finish, self, token))
 
     def finish_backward(self) -> None:
         """End of the backward: launch what is left, wait, and set the parameters' gradients."""
@@ -319,16 +399,46 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """Forgets gradients that are not yet on their owners (accumulated under no_sync)."""
+        self.repair()
         if self.bound:
             for unit in self.units:
                 unit.core.drop_gradients()
 
     def publish(self, changed: set[int]) -> None:
         """After a step: brings the parameters whose ``id`` is in ``changed`` to all replicas."""
+        self.repair()
         for unit in self.units:
-            unit.core.publish([id(rest) in changed for rest in unit.rests])
+            flags = [id(rest) in changed for rest in unit.rests]
+            unit.version += any(flags)
+            unit.core.publish(flags)
         for unit in self.units:
             unit.core.wait_publish()
+
+
+class _Token:
+    """Lives as long as one backward."""
+
+
+def _finish(runtime: Runtime, token: _Token) -> None:
+    runtime.finish_backward()
+
+
+def own_gradient(rest: Any) -> OwnedTensor:
+    """The gradient of a parameter at rest, on its owner.
+
+    Autograd leaves an ordinary DTensor where a loss uses the parameter outside its module, as a
+    weight penalty does; it is converted here, a collective over the mesh.
+    """
+    grad = rest.grad
+    if not isinstance(grad, OwnedTensor):
+        if not isinstance(grad, DTensor):
+            raise RuntimeError(
+                f"dmuon: the gradient of a dedicated parameter of shape {tuple(rest.shape)} was "
+                f"set to a {type(grad).__name__} of shape {tuple(grad.shape)}; it must come from a "
+                "backward, or be an OwnedTensor made by p.like(local)"
+            )
+        rest.grad = grad = rest.like(local_like(grad.full_tensor(), rest.is_owner))
+    return grad
 
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:
@@ -351,7 +461,13 @@ def register_pre_backward(output: Any, hook: Any) -> bool:
 
 def _leaves(output: Any) -> Iterator[Any]:
     for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if isinstance(leaf, torch.Tensor) or leaf is None:
+            yield leaf
+        elif isinstance(leaf, Mapping):  # also those that pytree does not know
+            yield from _leaves(list(leaf.values()))
+        elif isinstance(leaf, (list, tuple)):
+            yield from _leaves(list(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from _leaves(getattr(leaf, field.name))
         else:

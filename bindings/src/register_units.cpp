@@ -42,6 +42,13 @@ void install(const py::list& slots, bool live) {
       throw py::type_error("dmuon: install expects tuples (dict, name, rest, live)");
     }
     PyObject* value = PyTuple_GET_ITEM(slot, live ? 3 : 2);
+    PyObject* found = PyDict_GetItem(PyTuple_GET_ITEM(slot, 0), PyTuple_GET_ITEM(slot, 1));
+    if (found != PyTuple_GET_ITEM(slot, 2) && found != PyTuple_GET_ITEM(slot, 3)) {
+      throw std::runtime_error(
+          "dmuon: dedicated parameter '" + py::cast<std::string>(PyTuple_GET_ITEM(slot, 1)) +
+          "' was replaced after its first use (load_state_dict(assign=True), functional_call, "
+          "module.weight = ...): copy into the parameter instead, as in p.copy_(tensor)");
+    }
     if (PyDict_SetItem(PyTuple_GET_ITEM(slot, 0), PyTuple_GET_ITEM(slot, 1), value) != 0) {
       throw py::error_already_set();
     }
@@ -55,6 +62,7 @@ void registerUnit(py::module_& m) {
            py::arg("unshard"), py::arg("publish"), py::arg("reduce_dtype"))
       .def_property_readonly("name", &DedicatedUnit::name)
       .def_property_readonly("unsharded", &DedicatedUnit::unsharded)
+      .def_property_readonly("complete", &DedicatedUnit::complete)
       .def_property_readonly("unsharded_bytes", &DedicatedUnit::unshardedBytes)
       .def_property_readonly("stale", &DedicatedUnit::stale)
       .def_property_readonly("counters",
@@ -91,9 +99,10 @@ void registerModel(py::module_& m) {
       .def_readonly("divisor", &GradientSync::divisor);
 
   py::class_<DedicatedModel, std::shared_ptr<DedicatedModel>>(m, "DedicatedModel")
-      .def(py::init<std::vector<std::shared_ptr<DedicatedUnit>>>(), py::arg("units"))
+      .def(py::init<std::vector<std::shared_ptr<DedicatedUnit>>, std::function<void()>>(),
+           py::arg("units"), py::arg("gradient_outside"))
       .def("attach", &DedicatedModel::attach, py::arg("index"), py::arg("live_parameters"))
-      .def("begin_backward", &DedicatedModel::beginBackward)
+      .def("begin_backward", &DedicatedModel::beginBackward, py::arg("graph_task"))
       .def_property_readonly("in_backward", &DedicatedModel::inBackward)
       .def("set_sync", &DedicatedModel::setSync, py::arg("index"), py::arg("sync"))
       .def(

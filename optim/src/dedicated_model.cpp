@@ -6,21 +6,30 @@
 
 namespace dmuon::optim {
 
-DedicatedModel::DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units)
-    : units_(std::move(units)), sync_(units_.size()) {}
+DedicatedModel::DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units,
+                               std::function<void()> gradient_outside)
+    : units_(std::move(units)),
+      gradient_outside_(std::move(gradient_outside)),
+      sync_(units_.size()) {}
 
 void DedicatedModel::attach(int64_t index, std::vector<at::Tensor> live_parameters) {
-  units_.at(index)->attach(std::move(live_parameters), [weak = weak_from_this()] {
+  DedicatedUnit::Callbacks callbacks;
+  callbacks.arriving = [weak = weak_from_this()] {
+    auto model = weak.lock();
+    if (model && !model->in_backward_ && model->gradient_outside_) model->gradient_outside_();
+  };
+  callbacks.complete = [weak = weak_from_this()] {
     if (auto model = weak.lock()) model->launchReady();
-  });
+  };
+  units_.at(index)->attach(std::move(live_parameters), std::move(callbacks));
 }
 
-void DedicatedModel::beginBackward() {
+void DedicatedModel::beginBackward(int graph_task) {
   if (in_backward_) return;
   in_backward_ = true;
   next_ = static_cast<int64_t>(units_.size()) - 1;
   sync_.assign(units_.size(), std::nullopt);
-  for (const auto& unit : units_) unit->beginBackward();
+  for (const auto& unit : units_) unit->beginBackward(graph_task);
 }
 
 void DedicatedModel::setSync(int64_t index, const GradientSync& sync) { sync_.at(index) = sync; }

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -152,35 +153,47 @@ void DedicatedUnit::layOut() {
 // --- weights
 // ---------------------------------------------------------------------------------------
 
-void DedicatedUnit::attach(std::vector<at::Tensor> live_parameters,
-                           std::function<void()> complete) {
+void DedicatedUnit::attach(std::vector<at::Tensor> live_parameters, Callbacks callbacks) {
   TORCH_CHECK(static_cast<int64_t>(live_parameters.size()) == size(), "dmuon: unit '", name_,
               "' has ", size(), " parameters, ", live_parameters.size(), " were attached");
   live_parameters_ = std::move(live_parameters);
   accumulators_.clear();
-  on_complete_ = std::move(complete);
+  callbacks_ = std::move(callbacks);
   required_ = 0;
+  has_arrived_.assign(live_parameters_.size(), false);
   // Hooks of an earlier attach stay on nodes that may still be alive; they must not count here.
   const int64_t generation = ++generation_;
-  for (const auto& parameter : live_parameters_) {
+  for (int64_t i = 0; i < size(); ++i) {
+    const auto& parameter = live_parameters_[i];
     if (!parameter.requires_grad()) continue;
     ++required_;
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    accumulator->add_post_hook(std::make_unique<ArrivalHook>([weak = weak_from_this(), generation] {
-      auto unit = weak.lock();
-      if (unit && unit->generation_ == generation) unit->arrived();
-    }));
+    accumulator->add_post_hook(
+        std::make_unique<ArrivalHook>([weak = weak_from_this(), generation, i] {
+          auto unit = weak.lock();
+          if (unit && unit->generation_ == generation) unit->arrived(i);
+        }));
     accumulators_.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
   }
 }
 
-void DedicatedUnit::arrived() {
-  ++arrived_;
+void DedicatedUnit::arrived(int64_t index) {
+  if (callbacks_.arriving) callbacks_.arriving();
+  nested_ = nested_ || torch::autograd::get_current_graph_task_id() != graph_task_;
+  if (!has_arrived_[index]) {
+    has_arrived_[index] = true;
+    ++arrived_;
+  }
   if (!complete()) return;
   // A frozen weight may still be needed for the gradient of the unit's input; then the end of the
   // backward frees.
   if (required_ == size()) reshard();
-  if (on_complete_) on_complete_();
+  if (!nested_) {
+    if (callbacks_.complete) callbacks_.complete();
+    return;
+  }
+  has_arrived_.assign(has_arrived_.size(), false);  // the next nested backward counts anew
+  arrived_ = 0;
 }
 
 bool DedicatedUnit::stale() const {
@@ -269,7 +282,12 @@ void DedicatedUnit::waitPublish() {
 
 // --- gradients ---------------------------------------------------------------------------------
 
-void DedicatedUnit::beginBackward() { arrived_ = 0; }
+void DedicatedUnit::beginBackward(int graph_task) {
+  arrived_ = 0;
+  has_arrived_.assign(has_arrived_.size(), false);
+  graph_task_ = graph_task;
+  nested_ = false;
+}
 
 std::vector<at::Tensor> DedicatedUnit::takeGradients(const std::vector<int64_t>& indices,
                                                      std::vector<uint8_t>* flags) {
@@ -331,8 +349,7 @@ void DedicatedUnit::reduce(const GradientSync& sync) {
                                          std::move(options));
   } else {  // one shard: this rank's gradients are the shard group's sum
     pending.outputs = std::move(gradients);
-    if (partial_flags_.empty()) partial_flags_.assign(options.flags.size(), 0);
-    for (size_t k = 0; k < options.flags.size(); ++k) partial_flags_[k] |= options.flags[k];
+    pending.flags = std::move(options.flags);
   }
   reduce_ = std::move(pending);
 }
@@ -341,51 +358,11 @@ std::vector<DedicatedUnit::Reduced> DedicatedUnit::waitReduce() {
   if (!reduce_) return {};
   auto pending = std::exchange(reduce_, std::nullopt);
   if (pending->work) pending->work->wait();
-  std::vector<uint8_t> flags;
-  if (pending->direct) {
-    flags = pending->work->flags();
-  } else {
-    // Add what earlier backwards left in the shard groups; go on along the columns when asked to.
-    if (pending->work) {
-      const auto seen = pending->work->flags();
-      if (partial_flags_.empty()) partial_flags_.assign(seen.size(), 0);
-      for (size_t k = 0; k < seen.size(); ++k) partial_flags_[k] |= seen[k];
-    }
-    if (partial_.empty()) {
-      partial_ = pending->outputs;
-    } else {
-      for (size_t k = 0; k < partial_.size(); ++k) {
-        if (partial_[k].defined()) partial_[k].add_(pending->outputs[k]);
-      }
-    }
+  auto flags = pending->work ? pending->work->flags() : std::move(pending->flags);
+  if (!pending->direct) {
+    addToPartial(*pending, flags);
     if (!pending->sync.all_reduce) return {};
-    pending->outputs.assign(pending->outputs.size(), at::Tensor());
-    std::vector<at::Tensor> inputs, outputs;
-    std::vector<int64_t> rows;
-    for (size_t k = 0; k < pending->indices.size(); ++k) {
-      const auto& p = parameters_[pending->indices[k]];
-      if (!partial_[k].defined()) continue;
-      inputs.push_back(partial_[k]);
-      outputs.push_back(p.owner == slot_ ? at::empty_like(partial_[k]) : at::Tensor());
-      pending->outputs[k] = outputs.back();
-      rows.push_back(p.owner.replicate);
-    }
-    OwnerOptions options;
-    options.label = label("reduce-partial");
-    options.divisor = pending->sync.divisor;
-    options.flags = std::exchange(partial_flags_, {});
-    partial_.clear();
-    if (const auto& replicate = channels_.reduce->replicate()) {
-      auto work = replicate->reduceToOwners(std::move(inputs), std::move(outputs), std::move(rows),
-                                            std::move(options));
-      work->wait();
-      flags = work->flags();
-    } else {
-      flags = options.flags;
-      for (size_t k = 0; k < outputs.size(); ++k) {
-        if (outputs[k].defined()) at::div_out(outputs[k], inputs[k], options.divisor);
-      }
-    }
+    flags = reducePartial(*pending);
   }
 
   std::vector<Reduced> results(size());
@@ -398,6 +375,55 @@ std::vector<DedicatedUnit::Reduced> DedicatedUnit::waitReduce() {
                                : at::empty(p.rest.sizes(), p.rest.options());
   }
   return results;
+}
+
+// Adds a shard group's sum to what earlier backwards left there.
+void DedicatedUnit::addToPartial(const PendingReduce& pending, const std::vector<uint8_t>& flags) {
+  partial_.resize(size());
+  partial_flags_.resize(size(), 0);
+  for (size_t k = 0; k < pending.indices.size(); ++k) {
+    const int64_t i = pending.indices[k];
+    partial_flags_[i] |= flags.at(k);
+    if (!pending.outputs[k].defined()) continue;
+    if (partial_[i].defined()) {
+      partial_[i].add_(pending.outputs[k]);
+    } else {
+      partial_[i] = pending.outputs[k];
+    }
+  }
+}
+
+// The second stage alone, along the columns; waits. Replaces pending's indices and outputs, and
+// returns the flags for them.
+std::vector<uint8_t> DedicatedUnit::reducePartial(PendingReduce& pending) {
+  std::vector<at::Tensor> inputs, outputs;
+  std::vector<int64_t> rows;
+  OwnerOptions options;
+  options.label = label("reduce-partial");
+  options.divisor = pending.sync.divisor;
+  options.flags = std::exchange(partial_flags_, {});
+  const auto partial = std::exchange(partial_, {});
+  pending.indices.resize(size());
+  std::iota(pending.indices.begin(), pending.indices.end(), 0);
+  pending.outputs.assign(size(), at::Tensor());
+  for (int64_t i = 0; i < size(); ++i) {
+    if (!partial[i].defined()) continue;
+    if (owns(i)) pending.outputs[i] = at::empty_like(partial[i]);
+    inputs.push_back(partial[i]);
+    outputs.push_back(pending.outputs[i]);
+    rows.push_back(parameters_[i].owner.replicate);
+  }
+  const auto& replicate = channels_.reduce->replicate();
+  if (!replicate) {
+    for (size_t k = 0; k < outputs.size(); ++k) {
+      if (outputs[k].defined()) at::div_out(outputs[k], inputs[k], options.divisor);
+    }
+    return options.flags;
+  }
+  auto work = replicate->reduceToOwners(std::move(inputs), std::move(outputs), std::move(rows),
+                                        std::move(options));
+  work->wait();
+  return work->flags();
 }
 
 void DedicatedUnit::dropGradients() {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -17,14 +18,18 @@ namespace dmuon::optim {
 class DedicatedModel : public std::enable_shared_from_this<DedicatedModel> {
  public:
   // In the order of the plan (forward order as far as it is known).
-  explicit DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units);
+  // `gradient_outside`: a gradient arrived though no backward was begun; called on autograd's
+  // thread, and should begin it. For outputs that hooks could not look into.
+  DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units,
+                 std::function<void()> gradient_outside);
 
   const std::vector<std::shared_ptr<DedicatedUnit>>& units() const { return units_; }
 
   // Hooks of unit `index` fire from now on; `live_parameters` as in DedicatedUnit::attach.
   void attach(int64_t index, std::vector<at::Tensor> live_parameters);
 
-  void beginBackward();
+  // `graph_task`: autograd's number of this backward.
+  void beginBackward(int graph_task);
   bool inBackward() const { return in_backward_; }
   // How unit `index` is to be handled in this backward; it is not launched before this is known.
   void setSync(int64_t index, const GradientSync& sync);
@@ -39,6 +44,7 @@ class DedicatedModel : public std::enable_shared_from_this<DedicatedModel> {
   void launchReady();
 
   std::vector<std::shared_ptr<DedicatedUnit>> units_;
+  const std::function<void()> gradient_outside_;
   std::vector<std::optional<GradientSync>> sync_;
   int64_t next_ = 0;  // the unit to launch next, counting down; -1 when all have been
   bool in_backward_ = false;

@@ -80,10 +80,16 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   // --- weights ---------------------------------------------------------------------------------
   // The live tensors, to be wrapped as the module's parameters while unsharded.
   std::vector<at::Tensor> live() const { return live_; }
+  struct Callbacks {
+    // A gradient arrived; called before it is counted, from autograd's thread.
+    std::function<void()> arriving;
+    // All gradients of this backward are there.
+    std::function<void()> complete;
+  };
   // Those wrapped tensors: gradients will appear on them. Hooks count them per backward; once all
   // that require a gradient have theirs, the unit reshards (if none is frozen) and calls
   // `complete`.
-  void attach(std::vector<at::Tensor> live_parameters, std::function<void()> complete);
+  void attach(std::vector<at::Tensor> live_parameters, Callbacks callbacks);
 
   bool unsharded() const { return unsharded_; }
   // Starts it. With `refresh`, as before a forward, publishes first if a rest tensor was changed
@@ -103,7 +109,10 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   // All gradients of this backward have arrived (true also if none is required).
   bool complete() const { return arrived_ >= required_; }
   bool trainable() const;  // some live parameter requires a gradient
-  void beginBackward();    // resets the count
+  // Resets the count. `graph_task`: autograd's number of this backward. Gradients that arrive in
+  // another one, inside it (re-entrant checkpointing), may not be the last: then the unit reshards
+  // when it can, but never calls `complete`.
+  void beginBackward(int graph_task);
 
   // Starts summing the gradients onto their owners and takes them off the live parameters. A rank
   // without a gradient contributes zeros.
@@ -125,14 +134,17 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
     bool direct = true;            // both stages in one operation
     std::vector<int64_t> indices;  // the trainable parameters
     std::vector<at::Tensor> outputs;
+    std::vector<uint8_t> flags;  // this rank's, if there is no work
     OwnerWorkPtr work;
   };
 
   void layOut();
-  void arrived();
+  void arrived(int64_t index);
   void refreshColumns(const std::vector<bool>& changed);
   std::vector<at::Tensor> takeGradients(const std::vector<int64_t>& indices,
                                         std::vector<uint8_t>* flags);
+  void addToPartial(const PendingReduce& pending, const std::vector<uint8_t>& flags);
+  std::vector<uint8_t> reducePartial(PendingReduce& pending);
   bool inColumn(int64_t index) const { return parameters_[index].owner.shard == slot_.shard; }
   std::string label(const char* what) const { return name_ + ":" + what; }
 
@@ -157,10 +169,14 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   // Autograd's accumulation nodes, which carry the hooks; a smart pointer whose type changed
   // between torch versions, so held without its type.
   std::vector<std::shared_ptr<void>> accumulators_;
-  std::function<void()> on_complete_;
+  Callbacks callbacks_;
+  std::vector<bool> has_arrived_;
   int64_t arrived_ = 0, required_ = 0, generation_ = 0;
+  int graph_task_ = -1;
+  bool nested_ = false;  // a gradient came from another graph task in this backward
   std::optional<PendingReduce> reduce_;
-  std::vector<at::Tensor> partial_;  // shard-group sums that still lack the other replicas'
+  // Shard-group sums that still lack the other replicas', by parameter; empty if there are none.
+  std::vector<at::Tensor> partial_;
   std::vector<uint8_t> partial_flags_;
   UnitCounters counters_;
 };
