@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -168,11 +168,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(group)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
             del group[key]  # the other algorithm's, which the base class filled in
-        self._use(
-            runtime
-            for p in params
-            if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None
-        )
+        self._use(_runtimes_behind(params))
         for parameter in params:
             self._init_state(parameter, algorithm)
 
@@ -284,7 +280,7 @@ class Muon(torch.optim.Optimizer):
                 halves.append((p, local, weight))
             weights.append(weight)
             gradients.append(gradient)
-            if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None:
+            for runtime in _runtimes_behind([p]):
                 runtime.orthogonalized += p.shape[0] if p.ndim == 3 else 1
             momenta.append(_local(state["momentum_buffer"]))
         _C.muon_update(weights, gradients, momenta, self._hyper(group))
@@ -318,7 +314,10 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_configs" in self.__dict__:
+            return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
+        self._use(_runtimes_behind(p for group in self.param_groups for p in group["params"]))
         for p, values in self.state.items():
             if "master" in values:
                 self._master_versions[id(p)] = _local(p)._version
@@ -377,6 +376,12 @@ def make_config(
     if dtype is not None:
         config.dtype = dtype
     return config
+
+
+def _runtimes_behind(params: Iterable[torch.Tensor]) -> Iterator[Runtime]:
+    for p in params:
+        if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None:
+            yield runtime
 
 
 def _adamw_options(group: dict[str, Any]) -> dict[str, float]:

@@ -243,7 +243,7 @@ class OwnedTensor(DTensor):
             result = _run_local(func, args, kwargs)
         elif func in _REDUCTIONS and not any(a in (math.inf, -math.inf) for a in args[1:2]):
             result = func(*tree_map(_as_plain_shard, args), **tree_map(_as_plain_shard, kwargs))
-            if _plain_scalars(args):
+            if func is not aten.sum.default and _plain_scalars(args):
                 result = tree_map(_full_scalar, result)
         elif written:
             raise NotImplementedError(
