@@ -3,6 +3,11 @@ bit."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn as nn
@@ -191,6 +196,19 @@ def test_any_shape_works_also_with_fewer_rows_than_ranks(layout):
     for weights in run_ranks(4, train_shapes, layout):
         for weight, reference in zip(weights.values(), references):
             assert relative(weight, reference.w) < 1e-5, tuple(weight.shape)
+
+
+def test_any_shape_works_without_assertions_too():
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_parity as t\n"
+        "runs = t.run_ranks(4, t.train_shapes, '(2,2)')\n"
+        "if __debug__ or [len(run) for run in runs] != [len(t.SHAPES)] * 4:\n"
+        "    raise SystemExit('not run under -O, or incomplete')"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONOPTIMIZE="1")
+    )
 
 
 # --- special gradients ---------------------------------------------------------------------------
