@@ -3,11 +3,6 @@
 # find_package(dmuon) works from a wheel: dmuon.cmake_prefix_path.
 include(CMakePackageConfigHelpers)
 
-if(SKBUILD)
-  set(DMUON_PREFIX dmuon/)
-else()
-  set(DMUON_PREFIX "")
-endif()
 set(DMUON_CMAKE_DIR ${DMUON_PREFIX}lib/cmake/dmuon)
 
 install(TARGETS dmuon EXPORT dmuonTargets LIBRARY DESTINATION ${DMUON_PREFIX}lib

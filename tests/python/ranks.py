@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import select
 import signal
 import tempfile
 import time
@@ -34,7 +35,10 @@ def _child(
     body: Any,
     args: Any,
     out: Any,
+    hold: int,
+    release: int,
 ) -> None:
+    os.close(release)  # the parent's alone
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
@@ -55,6 +59,9 @@ def _child(
         _send(out, (True, result))
     except BaseException:
         _send(out, (False, traceback.format_exc()))
+        # The others may still be on their way to the same error: a connection that closes under them
+        # would be another one.
+        select.select([hold], [], [], 5.0)
     out.close()
     os._exit(0)
 
@@ -81,13 +88,15 @@ def run_ranks(
     seconds is killed and fails.
     """
     context = multiprocessing.get_context("fork")
+    hold, release = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
         pipes, processes = [], []
         for rank in range(size):
             receive, send = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(rank, size, path, backend, timeout, body, args, send)
+                target=_child,
+                args=(rank, size, path, backend, timeout, body, args, send, hold, release),
             )
             process.start()
             send.close()
@@ -108,11 +117,13 @@ def run_ranks(
                     if rank not in expect_exit:
                         results[rank] = (False, "the process ended without a result")
                 del waiting[rank]
+        os.close(release)
         for process in processes:
             process.join(timeout=5 if not waiting else 0.1)
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
                 process.join()
+        os.close(hold)
         failures = [f"rank {r}: {v}" for r, (ok, v) in sorted(results.items()) if not ok]
         failures += [f"rank {r}: still running after {limit} s" for r in waiting]
         if failures:
