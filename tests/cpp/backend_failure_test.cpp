@@ -25,9 +25,11 @@ Group makeGroup(const Store& store, int rank, int size, milliseconds timeout) {
   return createProcessGroup(store, rank, size, timeout, "shard");
 }
 
-OwnerWorkPtr submit(OwnerCollectives& group, const std::string& label, WorkPtr after = {}) {
+OwnerWorkPtr submit(OwnerCollectives& group, const std::string& label, WorkPtr after = {},
+                    milliseconds timeout = milliseconds(0)) {
   Tensors data(3, at::zeros({1000}));
   OwnerOptions options;
+  options.timeout = timeout;
   options.label = label;
   options.after = std::move(after);
   std::vector<int64_t> owners;
@@ -51,11 +53,11 @@ void meet(const Store& store, const std::string& point, int rank, int size) {
 
 TEST(Failure, aRankThatDoesNotTakePartIsNamedAndTheGroupSaysSoFromThenOn) {
   runRanks(3, [](int rank, const Store& store) {
-    Group group = makeGroup(store, rank, 3, seconds(2));
+    Group group = makeGroup(store, rank, 3, seconds(30));
     auto owners = group->ownerCollectives(at::kCPU);
     if (rank != 2) {
-      auto first = submit(*owners, "unit 1");
-      auto second = submit(*owners, "unit 2");
+      auto first = submit(*owners, "unit 1", {}, seconds(2));
+      auto second = submit(*owners, "unit 2", {}, seconds(2));
       const double waited = secondsOf([&] {
         expectError([&] { first->wait(); },
                     {"reduce_to_owners on group 'shard' rank " + std::to_string(rank) +
@@ -79,7 +81,7 @@ TEST(Failure, aRankThatDoesNotTakePartIsNamedAndTheGroupSaysSoFromThenOn) {
         expectError([&] { work->wait(); },
                     {"has left the group", "rank 2 did not take part within 2000 ms"});
       });
-      EXPECT_LT(late, 1.5);
+      EXPECT_LT(late, 10.0);
     }
     // Ordinary collectives do not suffer.
     std::vector<at::Tensor> one{at::ones({2})};
@@ -229,11 +231,11 @@ TEST(Failure, abortEndsAnOperationThatIsWaitingForAnother) {
 
 TEST(Failure, anOperationWaitsForAnotherAsLongAsThatTakes) {
   runRanks(2, [](int rank, const Store& store) {
-    auto owners = makeGroup(store, rank, 2, seconds(1))->ownerCollectives(at::kCPU);
+    auto owners = makeGroup(store, rank, 2, seconds(2))->ownerCollectives(at::kCPU);
     auto gate = c10::make_intrusive<ManualWork>();
     auto work = submit(*owners, "held back", gate);
     // Longer than the time-out on one rank; the other, held back as well, allows for it.
-    std::this_thread::sleep_for(milliseconds(rank == 0 ? 1500 : 100));
+    std::this_thread::sleep_for(milliseconds(rank == 0 ? 2500 : 100));
     gate->future->markCompleted(c10::IValue(std::vector<at::Tensor>()));
     work->wait();
   });
