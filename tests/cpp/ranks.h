@@ -111,9 +111,9 @@ inline void collect(std::vector<Child>& children, std::chrono::steady_clock::tim
 // Call before anything in this process has started ATen's threads: forks do not inherit them.
 inline void runRanks(int size, const RankBody& body,
                      std::chrono::seconds limit = std::chrono::seconds(60)) {
-  char folder[] = "/tmp/dmuon_ranks_XXXXXX";
-  ASSERT_NE(::mkdtemp(folder), nullptr);
-  const std::string store_file = std::string(folder) + "/store";
+  std::string folder = std::filesystem::temp_directory_path() / "dmuon_ranks_XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  const std::string store_file = folder + "/store";
   const pid_t parent = ::getpid();
   std::fflush(nullptr);
   std::vector<detail::Child> children(size);
