@@ -163,31 +163,12 @@ class Trainer:
         """Take one step; return the loss, averaged over the ranks, and what to log."""
         loss = self.loss(inputs, targets)
         loss.backward()
-        norm = self.clip_gradients()
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip))
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
         return mean_over_ranks(loss.detach()), {"lr": float(lr), "gradient_norm": norm.item()}
-
-    def clip_gradients(self) -> Tensor:
-        """Limit the norm of all gradients together, and return what it was."""
-        clip = self.options.clip
-        if self.options.mode != "ddp":
-            return whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        # torch does not clip distributed and plain tensors in one call; under DDP, with owners,
-        # there are both.
-        kinds: dict[type, list[nn.Parameter]] = {}
-        for parameter in self.model.parameters():
-            kinds.setdefault(type(parameter.grad), []).append(parameter)
-        norms = [
-            whole(nn.utils.get_total_norm([p.grad for p in parameters]))
-            for parameters in kinds.values()
-        ]
-        norm = nn.utils.get_total_norm(norms)
-        for parameters in kinds.values():
-            nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-        return norm
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, in nats per byte."""

@@ -59,8 +59,8 @@ def _child(
         _send(out, (True, result))
     except BaseException:
         _send(out, (False, traceback.format_exc()))
-        # The others may still be on their way to the same error: a connection that closes under them
-        # would be another one.
+        # The others may still be on their way to the same error: a connection that closes under
+        # them would be another one.
         select.select([hold], [], [], 5.0)
     out.close()
     os._exit(0)
