@@ -4,14 +4,14 @@
 
 namespace dmuon {
 
-CpuOwnerCollectives::CpuOwnerCollectives(std::shared_ptr<InnerBackend> inner, int rank, int size,
+CpuOwnerCollectives::CpuOwnerCollectives(std::shared_ptr<Transport> transport, int rank, int size,
                                          int channel, std::string group, std::string role,
                                          std::chrono::milliseconds timeout)
     : rank_(rank),
       size_(size),
       group_(role.empty() ? std::move(group) : group + "/" + role),
       role_(std::move(role)) {
-  queue_ = std::make_shared<OperationQueue>(std::move(inner), rank, size, channel, group_, timeout);
+  queue_ = std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_, timeout);
 }
 
 CpuOwnerCollectives::~CpuOwnerCollectives() { queue_->shutdown(); }

@@ -1,4 +1,4 @@
-// Owner collectives for CPU tensors over the inner backend's send and receive.
+// Owner collectives for CPU tensors over a transport of their group.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,8 @@ namespace dmuon {
 
 class CpuOwnerCollectives final : public OwnerCollectives {
  public:
-  // `inner` may be null if size is 1. `role` becomes part of the name.
-  CpuOwnerCollectives(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel,
+  // `transport` may be null if size is 1. `role` becomes part of the name.
+  CpuOwnerCollectives(std::shared_ptr<Transport> transport, int rank, int size, int channel,
                       std::string group, std::string role, std::chrono::milliseconds timeout);
   // Lets pending operations end, at most for the time-out, then fails them.
   ~CpuOwnerCollectives() override;

@@ -1,29 +1,47 @@
 #include "exchange.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "message_bytes.h"
+#include "pieces.h"
 #include "reduce_kernels.h"
 
 namespace dmuon {
 namespace {
 
-at::Tensor viewOf(const void* data, int64_t size) {
-  return at::from_blob(const_cast<void*>(data), {size}, at::kByte);
-}
-
 std::string refusalOrProposal(const Operation& op) {
   return op.refusal.empty() ? encode(op.proposal) : op.refusal;
 }
 
+// The piece's own memory, or a packed copy.
+Bytes outgoing(const Piece& piece, const std::vector<const void*>& data) {
+  Bytes bytes{adjacentMemory(piece, data), piece.bytes, {}};
+  if (bytes.data) return bytes;
+  bytes = newBytes(piece.bytes);
+  pack(piece, data, bytes.data);
+  return bytes;
+}
+
 }  // namespace
 
-Exchange::Exchange(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel)
+struct Exchange::Route {
+  std::vector<Block> blocks;               // by owner
+  std::vector<bool> in_opening;            // by owner
+  std::vector<std::vector<Piece>> pieces;  // by owner; none for a block in the opening
+
+  size_t rounds() const {
+    size_t most = 0;
+    for (const auto& of_owner : pieces) most = std::max(most, of_owner.size());
+    return most;
+  }
+};
+
+Exchange::Exchange(const std::shared_ptr<Transport>& transport, int rank, int size, int channel)
     : rank_(rank), size_(size), channel_(channel) {
-  if (size > 1) peers_.emplace(std::move(inner));
+  if (size == 1) return;
+  peers_ = transport->newPeers();
+  limits_ = peers_->limits();
 }
 
 Exchange::~Exchange() {
@@ -39,16 +57,32 @@ Exchange::Moved Exchange::run(Operation& op, std::chrono::milliseconds timeout) 
   timeout_ = timeout;
   // Peers may wait for the operation before this one up to their time-out before they come here.
   deadline_ = Clock::now() + (op.held_back ? 2 : 1) * timeout;
-  const std::vector<Header> headers = exchangeHeaders(op);
-  agree(op, headers);
+  const Route route = routeOf(op);
+  const Opening opening = exchangeHeaders(op, route);
+  agree(op, opening.headers);
   deadline_ = Clock::now() + timeout;
-  moved.flags = mergeFlags(op, headers);
+  moved.flags = mergeFlags(op, opening.headers);
   if (op.proposal.op == OwnerOp::reduce) {
-    reduce(op, moved);
+    reduce(op, route, opening, moved);
   } else {
-    broadcast(op, moved);
+    broadcast(op, route, opening, moved);
   }
   return moved;
+}
+
+Exchange::Route Exchange::routeOf(const Operation& op) const {
+  Route route;
+  if (!op.refusal.empty()) return route;
+  route.blocks = layoutByOwner(op.proposal.tensors, size_);
+  route.in_opening.resize(size_);
+  route.pieces.resize(size_);
+  for (int owner = 0; owner < size_; ++owner) {
+    const int64_t bytes = route.blocks[owner].bytes;
+    route.in_opening[owner] = bytes > 0 && bytes <= limits_.inline_bytes;
+    if (route.in_opening[owner] || size_ == 1) continue;
+    route.pieces[owner] = cut(route.blocks[owner], op.proposal.tensors, limits_.piece_bytes);
+  }
+  return route;
 }
 
 // 14 bits for the channel, 14 for the operation, 2 for the phase. The sequence number may wrap
@@ -73,35 +107,60 @@ Header Exchange::headerOf(const Operation& op) const {
   return header;
 }
 
-std::vector<Header> Exchange::exchangeHeaders(Operation& op) {
-  std::vector<Header> headers(size_);
-  headers[rank_] = headerOf(op);
+Exchange::Opening Exchange::exchangeHeaders(Operation& op, const Route& route) {
+  Opening opening;
+  opening.headers.resize(size_);
+  opening.messages.resize(size_);
+  opening.headers[rank_] = headerOf(op);
   Round round{Phase::header};
-  const at::Tensor mine = copyOf(&headers[rank_], sizeof(Header));
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     round.receives.push_back(std::move(nextHeaderOf(peer, op.seq)));
-    round.sends.push_back(peers_->send(peer, tagOf(op.seq, Phase::header), mine));
+    round.sends.push_back(peers_->send(peer, tagOf(op.seq, Phase::header),
+                                       openingFor(peer, opening.headers[rank_], op, route)));
   }
   early_.clear();
   // A rank that has left takes no header from us either: it must be noticed before the sends are
   // waited for.
   await(op, round, round.receives, [&](const Transfer& transfer) {
-    Header& header = headers[transfer.peer];
-    std::memcpy(&header, transfer.bytes.const_data_ptr(), sizeof(Header));
-    if (header.magic != Header::kMagic || header.seq != op.seq) {
-      fail(op, round,
-           c10::str("rank ", transfer.peer, " sent something else than a header. Tags from ",
-                    kReservedTags, " on are reserved; do all ranks run the same dmuon?"));
-    }
-    if (header.state == RankState::leaves) {
-      fail(op, round,
-           c10::str("rank ", transfer.peer, " has left the group: ",
-                    receiveText(op.seq, transfer.peer, header.text_bytes)));
-    }
+    takeHeader(op, round, transfer, opening.headers[transfer.peer]);
+    opening.messages[transfer.peer] = transfer.bytes;
   });
   await(op, round, round.sends);
-  return headers;
+  // With the payload in the openings, a rank that comes late would find all it needs and not notice
+  // that the others have given up meanwhile.
+  for (int peer = 0; peer < size_ && limits_.inline_bytes > 0; ++peer) {
+    if (peer != rank_) failIfLeft(op, round, peer, Clock::time_point::min());
+  }
+  return opening;
+}
+
+// Payload is sent before the ranks have agreed, but not looked at by a receiver before that.
+Bytes Exchange::openingFor(int peer, const Header& header, const Operation& op,
+                           const Route& route) const {
+  const int owner = op.proposal.op == OwnerOp::reduce ? peer : rank_;
+  const bool with_payload = !route.blocks.empty() && route.in_opening[owner];
+  const int64_t payload = with_payload ? route.blocks[owner].bytes : 0;
+  Bytes message = newBytes(static_cast<int64_t>(sizeof(Header)) + payload);
+  std::memcpy(message.data, &header, sizeof(Header));
+  if (with_payload) {
+    pack(route.blocks[owner], op.proposal.tensors, op.inputs, message.data + sizeof(Header));
+  }
+  return message;
+}
+
+void Exchange::takeHeader(Operation& op, Round& round, const Transfer& transfer, Header& header) {
+  header = readHeader(transfer);
+  if (header.magic != Header::kMagic || header.seq != op.seq) {
+    fail(op, round,
+         c10::str("rank ", transfer.peer, " sent something else than a header. Tags from ",
+                  kReservedTags, " on are reserved; do all ranks run the same dmuon?"));
+  }
+  if (header.state == RankState::leaves) {
+    fail(op, round,
+         c10::str("rank ", transfer.peer, " has left the group: ",
+                  receiveText(op.seq, transfer.peer, header.text_bytes)));
+  }
 }
 
 void Exchange::agree(Operation& op, const std::vector<Header>& headers) {
@@ -152,80 +211,130 @@ std::vector<uint8_t> Exchange::mergeFlags(Operation& op, const std::vector<Heade
                             [&](int) { return bytes; });
   finish(op, round);
   for (const Transfer& transfer : round.receives) {
-    merge(static_cast<const uint8_t*>(transfer.bytes.const_data_ptr()));
+    merge(reinterpret_cast<const uint8_t*>(transfer.bytes.data));
   }
   return merged;
 }
 
-void Exchange::reduce(Operation& op, Moved& moved) {
-  const std::vector<TensorSpec>& tensors = op.proposal.tensors;
-  const std::vector<Block> blocks = layoutByOwner(tensors, size_);
-  const Block& mine = blocks[rank_];
-  const int tag = tagOf(op.seq, Phase::payload);
-  Round round{Phase::payload};
-  std::vector<const char*> received(size_, nullptr);
-  for (int peer = 0; peer < size_ && mine.bytes > 0; ++peer) {
-    if (peer == rank_) continue;
-    at::Tensor scratch = newBytes(mine.bytes);
-    received[peer] = static_cast<const char*>(scratch.const_data_ptr());
-    round.receives.push_back(peers_->receive(peer, tag, std::move(scratch)));
-    moved.received += mine.bytes;
-  }
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || blocks[peer].bytes == 0) continue;
-    const char* in_place = adjacentMemory(blocks[peer], tensors, op.inputs);
-    at::Tensor bytes =
-        in_place ? viewOf(in_place, blocks[peer].bytes) : newBytes(blocks[peer].bytes);
-    if (!in_place) {
-      pack(blocks[peer], tensors, op.inputs, static_cast<char*>(bytes.mutable_data_ptr()));
+void Exchange::runRounds(Operation& op, size_t count, const std::function<Round(size_t)>& start,
+                         const std::function<void(size_t)>& consume) {
+  size_t started = 0;
+  for (size_t i = 0; i < count; ++i) {
+    // Every rank has started the rounds up to i before it waits for round i, so each can end.
+    for (; started < count && started < i + limits_.pieces_ahead; ++started) {
+      ahead_.push_back(start(started));
     }
-    round.sends.push_back(peers_->send(peer, tag, std::move(bytes)));
-    moved.sent += blocks[peer].bytes;
-  }
-  finish(op, round);
-
-  std::vector<const void*> parts(size_);
-  for (size_t k = 0; k < mine.tensors.size(); ++k) {
-    const size_t i = mine.tensors[k];
-    for (int rank = 0; rank < size_; ++rank) {
-      parts[rank] = rank == rank_ ? op.inputs[i] : received[rank] + mine.offsets[k];
-    }
-    sumBlocks(tensors[i].dtype, parts.data(), size_, tensors[i].numel(), op.proposal.divisor,
-              op.output_dtypes[i], op.outputs[i]);
+    Round round = std::move(ahead_.front());
+    ahead_.pop_front();
+    await(op, round, round.receives);
+    consume(i);
+    await(op, round, round.sends);
   }
 }
 
-void Exchange::broadcast(Operation& op, Moved& moved) {
+void Exchange::reduce(Operation& op, const Route& route, const Opening& opening, Moved& moved) {
   const std::vector<TensorSpec>& tensors = op.proposal.tensors;
-  const std::vector<Block> blocks = layoutByOwner(tensors, size_);
-  const std::vector<const void*> outputs(op.outputs.begin(), op.outputs.end());
-  const Block& mine = blocks[rank_];
+  const std::vector<Piece>& mine = route.pieces[rank_];
   const int tag = tagOf(op.seq, Phase::payload);
-  Round round{Phase::payload};
-  std::vector<const char*> to_unpack(size_, nullptr);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || blocks[peer].bytes == 0) continue;
-    const char* in_place = adjacentMemory(blocks[peer], tensors, outputs);
-    at::Tensor bytes =
-        in_place ? viewOf(in_place, blocks[peer].bytes) : newBytes(blocks[peer].bytes);
-    if (!in_place) to_unpack[peer] = static_cast<const char*>(bytes.const_data_ptr());
-    round.receives.push_back(peers_->receive(peer, tag, std::move(bytes)));
-    moved.received += blocks[peer].bytes;
+  for (int owner = 0; owner < size_; ++owner) {
+    if (owner != rank_) moved.sent += route.blocks[owner].bytes;
   }
-  if (mine.bytes > 0 && size_ > 1) {
-    const char* in_place = adjacentMemory(mine, tensors, op.inputs);
-    const at::Tensor bytes = in_place ? viewOf(in_place, mine.bytes) : newBytes(mine.bytes);
-    if (!in_place) pack(mine, tensors, op.inputs, static_cast<char*>(bytes.mutable_data_ptr()));
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_) continue;
-      round.sends.push_back(peers_->send(peer, tag, bytes));
-      moved.sent += mine.bytes;
+  moved.received = (size_ - 1) * route.blocks[rank_].bytes;
+
+  // parts[rank] points to `rank`'s bytes of the piece or block that `slice` lies in.
+  std::vector<const char*> parts(size_);
+  std::vector<const void*> addends(size_);
+  const auto add = [&](const Slice& slice) {
+    const size_t i = slice.tensor;
+    const auto first = slice.begin / static_cast<int64_t>(c10::elementSize(tensors[i].dtype));
+    const auto numel = slice.bytes / static_cast<int64_t>(c10::elementSize(tensors[i].dtype));
+    for (int rank = 0; rank < size_; ++rank) {
+      addends[rank] = rank == rank_ ? static_cast<const char*>(op.inputs[i]) + slice.begin
+                                    : parts[rank] + slice.offset;
+    }
+    const auto out_first = first * static_cast<int64_t>(c10::elementSize(op.output_dtypes[i]));
+    sumBlocks(tensors[i].dtype, addends.data(), size_, numel, op.proposal.divisor,
+              op.output_dtypes[i], static_cast<char*>(op.outputs[i]) + out_first);
+  };
+
+  if (route.in_opening[rank_] || size_ == 1) {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_) parts[rank] = opening.payloadOf(rank);
+    }
+    const Block& block = route.blocks[rank_];
+    for (size_t k = 0; k < block.tensors.size(); ++k) {
+      const size_t i = block.tensors[k];
+      if (tensors[i].bytes() > 0) add({i, 0, block.offsets[k], tensors[i].bytes()});
     }
   }
-  finish(op, round);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (to_unpack[peer]) unpack(blocks[peer], tensors, to_unpack[peer], op.outputs);
+  // Scratch for the rounds that may be under way at once, used in turn.
+  const auto turns = std::min<size_t>(limits_.pieces_ahead, mine.size());
+  std::vector<Bytes> scratch(turns * size_);
+  const auto scratchOf = [&](size_t i, int rank) -> Bytes& {
+    return scratch[(i % turns) * size_ + rank];
+  };
+  const auto start = [&](size_t i) {
+    Round round{Phase::payload};
+    for (int peer = 0; peer < size_ && i < mine.size(); ++peer) {
+      if (peer == rank_) continue;
+      Bytes& place = scratchOf(i, peer);
+      if (!place.owner) place = newBytes(std::min(limits_.piece_bytes, route.blocks[rank_].bytes));
+      round.receives.push_back(
+          peers_->receive(peer, tag, {place.data, mine[i].bytes, place.owner}));
+    }
+    // Each rank starts with another owner, so that no owner is everybody's first.
+    for (int step = 1; step < size_; ++step) {
+      const int peer = (rank_ + step) % size_;
+      if (i >= route.pieces[peer].size()) continue;
+      round.sends.push_back(peers_->send(peer, tag, outgoing(route.pieces[peer][i], op.inputs)));
+    }
+    return round;
+  };
+  runRounds(op, route.rounds(), start, [&](size_t i) {
+    if (i >= mine.size()) return;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_) parts[rank] = scratchOf(i, rank).data;
+    }
+    for (const Slice& slice : mine[i].slices) add(slice);
+  });
+}
+
+void Exchange::broadcast(Operation& op, const Route& route, const Opening& opening, Moved& moved) {
+  const std::vector<const void*> outputs(op.outputs.begin(), op.outputs.end());
+  const int tag = tagOf(op.seq, Phase::payload);
+  moved.sent = (size_ - 1) * route.blocks[rank_].bytes;
+  for (int owner = 0; owner < size_; ++owner) {
+    if (owner == rank_) continue;
+    moved.received += route.blocks[owner].bytes;
+    if (!route.in_opening[owner]) continue;
+    unpack(route.blocks[owner], op.proposal.tensors, opening.payloadOf(owner), op.outputs);
   }
+
+  std::deque<std::vector<std::pair<const Piece*, Bytes>>> to_unpack;  // by round
+  const auto start = [&](size_t i) {
+    Round round{Phase::payload};
+    to_unpack.emplace_back();
+    for (int owner = 0; owner < size_; ++owner) {
+      if (owner == rank_ || i >= route.pieces[owner].size()) continue;
+      const Piece& piece = route.pieces[owner][i];
+      Bytes place{adjacentMemory(piece, outputs), piece.bytes, {}};
+      if (!place.data) {
+        place = newBytes(piece.bytes);
+        to_unpack.back().emplace_back(&piece, place);
+      }
+      round.receives.push_back(peers_->receive(owner, tag, std::move(place)));
+    }
+    if (i >= route.pieces[rank_].size()) return round;
+    const Bytes bytes = outgoing(route.pieces[rank_][i], op.inputs);
+    for (int step = 1; step < size_; ++step) {
+      round.sends.push_back(peers_->send((rank_ + step) % size_, tag, bytes));
+    }
+    return round;
+  };
+  runRounds(op, route.rounds(), start, [&](size_t) {
+    for (const auto& [piece, bytes] : to_unpack.front()) unpack(*piece, bytes.data, op.outputs);
+    to_unpack.pop_front();
+  });
 }
 
 }  // namespace dmuon

@@ -1,15 +1,20 @@
 // Runs one owner collective against the peers of a group: agree, then move the payload.
 //
+// Where the transport allows, blocks of a few kilobytes ride along with the headers, and larger ones
+// go in pieces: a reduction adds piece by piece while others are on their way. Scratch per operation
+// is pieces_ahead * piece_bytes per peer to receive a reduction, and as much to send, or to receive
+// a broadcast, where small tensors must be packed. (Gloo: one piece, and so the block's bytes.)
+//
 // Everything here runs on one thread at a time. An error of type Fatal means that this rank and its
 // peers no longer agree on where they are: the group cannot be used again. Any other error leaves
 // every rank at the same point, with all messages delivered and nothing changed.
 #pragma once
 
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -31,9 +36,9 @@ class Exchange {
     std::vector<uint8_t> flags;
   };
 
-  // `inner` may be null if size is 1. `channel` separates this exchange's messages from those of
-  // others over the same backend.
-  Exchange(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel);
+  // `transport` may be null if size is 1. `channel` separates this exchange's messages from those
+  // of others over the same transport.
+  Exchange(const std::shared_ptr<Transport>& transport, int rank, int size, int channel);
   ~Exchange();
 
   Moved run(Operation& op, std::chrono::milliseconds timeout);
@@ -47,22 +52,37 @@ class Exchange {
   bool interrupted() const { return peers_ && peers_->interrupted(); }
 
  private:
-  // Messages of one kind, at most one per peer and direction.
+  // Messages of one kind that are waited for together.
   struct Round {
     Phase kind = Phase::header;
     std::vector<Transfer> receives = {};
     std::vector<Transfer> sends = {};
   };
+  // What every rank sends at the start of an operation: a header, and small payload behind it.
+  struct Opening {
+    std::vector<Header> headers;           // by rank
+    std::vector<Bytes> messages;           // by rank; this rank's own is empty
+    const char* payloadOf(int rank) const { return messages[rank].data + sizeof(Header); }
+  };
+  // The payload as it travels: blocks by owner, each inside the opening or in pieces.
+  struct Route;
 
-  std::vector<Header> exchangeHeaders(Operation& op);
+  Route routeOf(const Operation& op) const;
+  Opening exchangeHeaders(Operation& op, const Route& route);
+  Bytes openingFor(int peer, const Header& header, const Operation& op, const Route& route) const;
+  void takeHeader(Operation& op, Round& round, const Transfer& transfer, Header& header);
   void agree(Operation& op, const std::vector<Header>& headers);
   void failTogether(Operation& op, const std::vector<Header>& headers);
   std::vector<uint8_t> mergeFlags(Operation& op, const std::vector<Header>& headers);
-  void reduce(Operation& op, Moved& moved);
-  void broadcast(Operation& op, Moved& moved);
+  void reduce(Operation& op, const Route& route, const Opening& opening, Moved& moved);
+  void broadcast(Operation& op, const Route& route, const Opening& opening, Moved& moved);
+  // Runs the rounds 0, 1, ..., count - 1, each made by start(i) some rounds ahead; consume(i) is
+  // called when all messages of round i have been received.
+  void runRounds(Operation& op, size_t count, const std::function<Round(size_t)>& start,
+                 const std::function<void(size_t)>& consume);
 
   // Sends `mine` to every peer and receives from each as many bytes as bytes_from(peer) says.
-  Round swapWithAll(uint64_t seq, Phase kind, const at::Tensor& mine,
+  Round swapWithAll(uint64_t seq, Phase kind, const Bytes& mine,
                     const std::function<int64_t(int)>& bytes_from);
   void finish(Operation& op, Round& round);
   void await(Operation& op, Round& round, std::vector<Transfer>& transfers,
@@ -76,7 +96,7 @@ class Exchange {
   // A peer that gives up says so where the header of its next operation would be. These look there
   // early, while something else of that peer's is being waited for.
   Transfer& nextHeaderOf(int peer, uint64_t seq);
-  void failIfLeft(Operation& op, Round& round, int peer);
+  void failIfLeft(Operation& op, Round& round, int peer, Clock::time_point until);
   std::string receiveText(uint64_t seq, int peer, uint64_t bytes);
 
   Header headerOf(const Operation& op) const;
@@ -85,8 +105,10 @@ class Exchange {
   const int rank_;
   const int size_;
   const int channel_;
-  std::optional<Peers> peers_;     // none in a group of one
+  std::unique_ptr<Peers> peers_;   // null in a group of one
+  Peers::Limits limits_;
   std::map<int, Transfer> early_;  // receives of the next operation's headers, by peer
+  std::deque<Round> ahead_;        // rounds that have been started
   std::chrono::milliseconds timeout_{0};
   Clock::time_point deadline_;
 };

@@ -40,7 +40,7 @@ std::string describeLoss(const Transfer& transfer) {
 
 }  // namespace
 
-Exchange::Round Exchange::swapWithAll(uint64_t seq, Phase kind, const at::Tensor& mine,
+Exchange::Round Exchange::swapWithAll(uint64_t seq, Phase kind, const Bytes& mine,
                                       const std::function<int64_t(int)>& bytes_from) {
   Round round{kind};
   for (int peer = 0; peer < size_; ++peer) {
@@ -90,7 +90,9 @@ std::vector<Transfer*> Exchange::look(Operation& op, Round& round,
         lost += (lost.empty() ? "" : "; ") + describeLoss(*transfer);
         break;
       case Peers::Outcome::timed_out:
-        if (round.kind != Phase::header) failIfLeft(op, round, transfer->peer);
+        if (round.kind != Phase::header) {
+          failIfLeft(op, round, transfer->peer, Clock::now() + kGlance);
+        }
         still_pending.push_back(transfer);
     }
   }
@@ -112,25 +114,31 @@ void Exchange::failSilent(Operation& op, Round& round, const std::vector<Transfe
 void Exchange::fail(Operation& op, Round& round, const std::string& why) {
   std::vector<Transfer> transfers = std::move(round.receives);
   std::move(round.sends.begin(), round.sends.end(), std::back_inserter(transfers));
-  peers_->giveUp(std::move(transfers), op.memory);
+  for (Round& later : ahead_) {
+    std::move(later.receives.begin(), later.receives.end(), std::back_inserter(transfers));
+    std::move(later.sends.begin(), later.sends.end(), std::back_inserter(transfers));
+  }
+  ahead_.clear();
+  peers_->giveUp(std::move(transfers), std::make_shared<std::vector<at::Tensor>>(op.memory));
   throw Fatal(c10::str(op.name, ": ", why));
 }
 
 Transfer& Exchange::nextHeaderOf(int peer, uint64_t seq) {
   auto known = early_.find(peer);
   if (known == early_.end()) {
-    Transfer receive = peers_->receive(peer, tagOf(seq, Phase::header), newBytes(sizeof(Header)));
+    Transfer receive =
+        peers_->receive(peer, tagOf(seq, Phase::header),
+                        newBytes(static_cast<int64_t>(sizeof(Header)) + limits_.inline_bytes));
     known = early_.emplace(peer, std::move(receive)).first;
   }
   return known->second;
 }
 
-void Exchange::failIfLeft(Operation& op, Round& round, int peer) {
+void Exchange::failIfLeft(Operation& op, Round& round, int peer, Clock::time_point until) {
   Transfer& transfer = nextHeaderOf(peer, op.seq + 1);
-  if (peers_->wait(transfer, Clock::now() + kGlance) != Peers::Outcome::done) return;
-  Header header;
-  std::memcpy(&header, transfer.bytes.const_data_ptr(), sizeof(Header));
-  if (header.state != RankState::leaves) return;
+  if (peers_->wait(transfer, until) != Peers::Outcome::done) return;
+  const Header header = readHeader(transfer);
+  if (header.magic != Header::kMagic || header.state != RankState::leaves) return;
   fail(op, round,
        c10::str("rank ", peer,
                 " has left the group: ", receiveText(op.seq + 1, peer, header.text_bytes)));
@@ -152,8 +160,8 @@ void Exchange::leave(uint64_t seq, const std::string& why) {
   header.state = RankState::leaves;
   header.seq = seq;
   header.text_bytes = why.size();
-  const at::Tensor header_bytes = copyOf(&header, sizeof(header));
-  const at::Tensor text = copyOf(why.data(), why.size());
+  const Bytes header_bytes = copyOf(&header, sizeof(header));
+  const Bytes text = copyOf(why.data(), why.size());
   std::vector<Transfer> transfers;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;

@@ -1,6 +1,7 @@
 #include "gloo_backend.h"
 
 #define USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <cstdlib>
@@ -51,7 +52,8 @@ c10::intrusive_ptr<ProcessGroupDMuon> createProcessGroup(
   auto options = c10::make_intrusive<ProcessGroupDMuon::Options>(timeout);
   options->group_name = group_name;
   return c10::make_intrusive<ProcessGroupDMuon>(
-      rank, size, makeGlooBackend(store, rank, size, timeout), BackendPtr(), std::move(options));
+      rank, size, makeGlooBackend(store, rank, size, timeout), BackendPtr(), std::move(options),
+      c10::make_intrusive<c10d::PrefixStore>("dmuon/transport", store));
 }
 
 }  // namespace dmuon

@@ -1,23 +1,32 @@
-// Messages as tensors of bytes.
+// What messages hold besides payload.
 #pragma once
-
-#include <ATen/ops/empty.h>
 
 #include <cstring>
 #include <string>
 
+#include "agreement.h"
+#include "peers.h"
+
 namespace dmuon {
 
-inline at::Tensor newBytes(int64_t size) { return at::empty({size}, at::kByte); }
-
-inline at::Tensor copyOf(const void* data, size_t size) {
-  at::Tensor bytes = newBytes(static_cast<int64_t>(size));
-  std::memcpy(bytes.mutable_data_ptr(), data, size);
+inline Bytes copyOf(const void* data, size_t size) {
+  Bytes bytes = newBytes(static_cast<int64_t>(size));
+  if (size > 0) std::memcpy(bytes.data, data, size);
   return bytes;
 }
 
-inline std::string textOf(const at::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
+inline std::string textOf(const Bytes& bytes) {
+  return {bytes.data, static_cast<size_t>(bytes.size)};
+}
+
+// One without the magic number if the message is too short for a header.
+inline Header readHeader(const Transfer& transfer) {
+  Header header;
+  header.magic = 0;
+  if (transfer.received >= static_cast<int64_t>(sizeof(Header))) {
+    std::memcpy(&header, transfer.bytes.data, sizeof(Header));
+  }
+  return header;
 }
 
 }  // namespace dmuon

@@ -43,13 +43,13 @@ c10::intrusive_ptr<c10::ivalue::Future> futureOf(const WorkPtr& work) {
 
 }  // namespace
 
-OperationQueue::OperationQueue(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel,
+OperationQueue::OperationQueue(std::shared_ptr<Transport> transport, int rank, int size, int channel,
                                std::string group, std::chrono::milliseconds timeout)
     : rank_(rank),
       size_(size),
       group_(std::move(group)),
       timeout_(timeout),
-      exchange_(std::move(inner), rank, size, channel) {}
+      exchange_(transport, rank, size, channel) {}
 
 OperationQueue::~OperationQueue() { shutdown(); }
 

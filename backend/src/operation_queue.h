@@ -20,7 +20,7 @@ namespace dmuon {
 
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  public:
-  OperationQueue(std::shared_ptr<InnerBackend> inner, int rank, int size, int channel,
+  OperationQueue(std::shared_ptr<Transport> transport, int rank, int size, int channel,
                  std::string group, std::chrono::milliseconds timeout);
   ~OperationQueue();
 

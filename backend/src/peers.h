@@ -1,85 +1,86 @@
-// Tagged messages between the ranks of a group, over the inner CPU backend's send and receive.
+// Tagged messages between the ranks of a group: what the owner collectives need of a transport.
 //
-// Send and receive of c10d do not order against collectives, so owner collectives run beside them.
-// The price is a range of tags: kReservedTags and above belong to dmuon.
+// A Transport belongs to a group; each channel of owner collectives takes Peers of its own from it.
+// There are two: over the inner Gloo backend (gloo_peers.h), and over UCX (ucx_peers.h).
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
+#include <chrono>
+#include <cstdint>
+#include <limits>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "watchdog.h"
-
 namespace dmuon {
 
-using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using Clock = std::chrono::steady_clock;
 
-// A user's tag must be smaller.
+// Messages carry the tags from here to 2^31 - 1.
 constexpr int kReservedTags = 1 << 30;
 
-// Several owner collectives on one backend have a channel each, and with it tags of their own.
+// Several owner collectives on one transport have a channel each, and with it tags of their own.
 constexpr int kMaxChannels = 1 << 14;
+
+// Contiguous host memory, and what keeps it alive (null: somebody else does).
+struct Bytes {
+  char* data = nullptr;
+  int64_t size = 0;
+  std::shared_ptr<void> owner;
+};
+
+// Uninitialized, aligned to 64 bytes.
+Bytes newBytes(int64_t size);
 
 // One message under way.
 struct Transfer {
   int peer = -1;
-  at::Tensor bytes;
-  c10::intrusive_ptr<c10d::Work> work;  // null if it could not even be started
-  std::string failure;                  // why it failed
+  Bytes bytes;
+  int64_t received = 0;         // of a receive that is done: how long the message is
+  std::shared_ptr<void> state;  // the transport's; null if it could not even be started
+  std::string failure;          // why it failed
   bool done = false;
-};
-
-// The inner backend as everybody in the process shares it.
-struct InnerBackend {
-  explicit InnerBackend(BackendPtr inner) : backend(std::move(inner)) {}
-
-  // Gloo keeps a pointer to the memory of a transfer that has not completed, and if that memory
-  // goes away before the connection, its thread spins on the connection for ever. So transfers that
-  // were given up, and the tensors behind them, stay here until the backend has gone (destroyed
-  // first, being declared last).
-  std::vector<Transfer> given_up_transfers;
-  std::vector<at::Tensor> given_up_tensors;
-  // Held while something is handed to the backend (not while it is waited for): c10d expects one
-  // submitting thread per backend, and the owner collectives are a second one.
-  std::mutex submission;
-  Watchdog watchdog;
-  BackendPtr backend;
 };
 
 class Peers {
  public:
   enum class Outcome { done, timed_out, gone, interrupted };
 
-  explicit Peers(std::shared_ptr<InnerBackend> inner) : inner_(std::move(inner)) {
-    inner_->watchdog.add(&post_);
-  }
-  ~Peers() { inner_->watchdog.remove(&post_); }
-  Peers(const Peers&) = delete;
-  Peers& operator=(const Peers&) = delete;
+  // How messages should be cut for this transport. Equal on all ranks.
+  struct Limits {
+    // A message may be shorter than its receive by up to this much, and one of this size costs
+    // hardly more than an empty one: so much payload may ride along with a header.
+    int64_t inline_bytes = 0;
+    // Payload goes in pieces of at most this size, of which this many are under way per peer.
+    int64_t piece_bytes = std::numeric_limits<int64_t>::max();
+    int64_t pieces_ahead = 1;
+  };
 
-  // `bytes`: contiguous CPU memory. Never throws: a transfer that could not be started says so when
-  // it is waited for.
-  Transfer send(int peer, int tag, at::Tensor bytes);
-  Transfer receive(int peer, int tag, at::Tensor bytes);
+  virtual ~Peers() = default;
+  virtual Limits limits() const { return {}; }
+
+  // Messages of one tag between two ranks arrive in the order in which they were sent. Never
+  // throws: a transfer that could not be started says so when it is waited for.
+  virtual Transfer send(int peer, int tag, Bytes bytes) = 0;
+  virtual Transfer receive(int peer, int tag, Bytes bytes) = 0;
 
   // `gone` fills transfer.failure; after `timed_out`, wait again at will. From one thread at a
   // time.
-  Outcome wait(Transfer& transfer, Clock::time_point deadline);
+  virtual Outcome wait(Transfer& transfer, Clock::time_point deadline) = 0;
 
-  // For transfers that have not completed and never will be waited for again.
-  void giveUp(std::vector<Transfer> transfers, const std::vector<at::Tensor>& memory);
+  // For transfers that have not completed and never will be waited for again; `memory` is kept as
+  // long as they need it.
+  virtual void giveUp(std::vector<Transfer> transfers, std::shared_ptr<void> memory) = 0;
 
   // Ends the current and all later waits. From any thread.
-  void interrupt() { inner_->watchdog.interrupt(&post_); }
-  bool interrupted() const { return inner_->watchdog.interrupted(&post_); }
+  virtual void interrupt() = 0;
+  virtual bool interrupted() const = 0;
+};
 
- private:
-  std::shared_ptr<InnerBackend> inner_;
-  Watchdog::Post post_;
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* name() const = 0;
+  virtual std::unique_ptr<Peers> newPeers() = 0;
 };
 
 }  // namespace dmuon

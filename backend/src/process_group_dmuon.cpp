@@ -7,6 +7,8 @@
 
 #include "cpu_owner_collectives.h"
 #include "gloo_backend.h"
+#include "gloo_peers.h"
+#include "transport.h"
 
 namespace dmuon {
 namespace {
@@ -56,18 +58,25 @@ c10::intrusive_ptr<ProcessGroupDMuon::Options> ownOptions(const OptionsPtr& want
 }  // namespace
 
 ProcessGroupDMuon::ProcessGroupDMuon(int rank, int size, BackendPtr cpu, BackendPtr cuda,
-                                     c10::intrusive_ptr<Options> options)
+                                     c10::intrusive_ptr<Options> options,
+                                     const c10::intrusive_ptr<c10d::Store>& store)
     : c10d::Backend(rank, size), cuda_(std::move(cuda)), options_(std::move(options)) {
   TORCH_CHECK_VALUE(cpu || cuda_, "dmuon: a group needs an inner backend for cpu or for cuda");
   if (cpu) {
     requireShape("cpu", cpu, rank, size);
     cpu_ = std::make_shared<InnerBackend>(std::move(cpu));
+    transport_ = makeTransport(cpu_, store, rank, size, options_->timeout,
+                               nameOf("set-up of the owner collectives"));
   }
   if (cuda_) requireShape("cuda", cuda_, rank, size);
   init();
 }
 
 ProcessGroupDMuon::~ProcessGroupDMuon() = default;
+
+std::string ProcessGroupDMuon::transportName() const {
+  return transport_ ? transport_->name() : "";
+}
 
 BackendPtr ProcessGroupDMuon::innerBackend(c10::DeviceType device) const {
   if (device == c10::DeviceType::CUDA) return cuda_;
@@ -91,7 +100,7 @@ std::shared_ptr<CpuOwnerCollectives> ProcessGroupDMuon::makeChannel(c10::DeviceT
               ": there are none for ", c10::DeviceTypeName(device, true),
               ". This build has them for cpu tensors; the group has inner ", "backends for",
               cpu_ ? " cpu" : "", cuda_ ? " cuda" : "");
-  auto channel = std::make_shared<CpuOwnerCollectives>(cpu_, rank_, size_, number, groupName(),
+  auto channel = std::make_shared<CpuOwnerCollectives>(transport_, rank_, size_, number, groupName(),
                                                        role, options_->timeout);
   channels_.erase(std::remove_if(channels_.begin(), channels_.end(),
                                  [](const auto& known) { return known.expired(); }),
@@ -137,7 +146,8 @@ BackendPtr ProcessGroupDMuon::split(const c10::intrusive_ptr<c10d::Store>& store
   if (self == ranks.end()) return {};
   return c10::make_intrusive<ProcessGroupDMuon>(static_cast<int>(self - ranks.begin()),
                                                 static_cast<int>(ranks.size()), std::move(cpu),
-                                                std::move(cuda), ownOptions(opts));
+                                                std::move(cuda), ownOptions(opts),
+                                                storeFor("transport", store));
 }
 
 BackendPtr ProcessGroupDMuon::merge(const c10::intrusive_ptr<c10d::Store>& store,
@@ -149,7 +159,7 @@ BackendPtr ProcessGroupDMuon::merge(const c10::intrusive_ptr<c10d::Store>& store
   }
   if (cuda_) cuda = cuda_->merge(storeFor("cuda", store), innerOptions(cuda_, opts), rank, size);
   return c10::make_intrusive<ProcessGroupDMuon>(rank, size, std::move(cpu), std::move(cuda),
-                                                ownOptions(opts));
+                                                ownOptions(opts), storeFor("transport", store));
 }
 
 void ProcessGroupDMuon::setTimeout(std::chrono::milliseconds timeout) {

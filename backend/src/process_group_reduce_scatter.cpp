@@ -7,8 +7,8 @@
 
 #include <utility>
 
+#include "gloo_peers.h"
 #include "host_staging.h"
-#include "peers.h"
 #include "work_chain.h"
 
 namespace dmuon {

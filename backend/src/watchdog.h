@@ -7,15 +7,14 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-namespace dmuon {
+#include "peers.h"
 
-using Clock = std::chrono::steady_clock;
+namespace dmuon {
 
 // One thread for any number of waiting threads; started by the first wait.
 class Watchdog {

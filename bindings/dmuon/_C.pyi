@@ -24,7 +24,13 @@ class ProcessGroupDMuon:
         *,
         timeout: timedelta,
         group_name: str = ...,
-    ) -> None: ...
+        store: Any | None = ...,
+    ) -> None:
+        """``store``: where the ranks meet to set up the transport of the owner collectives of CPU
+        tensors, which ``DMUON_TRANSPORT`` chooses; without one it is the backend ``cpu`` itself."""
+    @property
+    def transport(self) -> str:
+        """Of the owner collectives of CPU tensors: "ucx" or "gloo"; empty without ``cpu``."""
     def perform_nocolor_split(self, device: torch.device) -> None: ...
 
 class OwnerCollectives:

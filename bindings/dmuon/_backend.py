@@ -32,7 +32,13 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
         nccl._timeout = timeout
         cuda = dist.ProcessGroupNCCL(dist.PrefixStore("dmuon/cuda", store), rank, size, nccl)
     return _C.ProcessGroupDMuon(
-        rank, size, cpu, cuda, timeout=timeout, group_name=str(getattr(options, "group_id", ""))
+        rank,
+        size,
+        cpu,
+        cuda,
+        timeout=timeout,
+        group_name=str(getattr(options, "group_id", "")),
+        store=dist.PrefixStore("dmuon/transport", store),
     )
 
 

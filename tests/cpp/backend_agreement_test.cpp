@@ -1,5 +1,6 @@
 // Ranks that do not ask for the same, or for something impossible: an error everywhere, with the
 // values, nothing changed, and the group goes on.
+// transports: all
 #include <ATen/ops/zeros.h>
 
 #include <dmuon/backend/factory.h>

@@ -1,4 +1,5 @@
 // Owner collectives in two stages over a (replicate, shard) mesh.
+// transports: all
 #include <ATen/ops/zeros.h>
 
 #include <thread>

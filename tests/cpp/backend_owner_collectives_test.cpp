@@ -1,4 +1,5 @@
 // Owner collectives against a serial reference, bit for bit.
+// transports: all
 #include <ATen/ops/zeros.h>
 
 #include <dmuon/backend/factory.h>

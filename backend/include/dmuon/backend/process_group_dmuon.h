@@ -43,6 +43,7 @@ namespace dmuon {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 class CpuOwnerCollectives;
 class HostStaging;
+class Transport;
 struct InnerBackend;
 
 class ProcessGroupDMuon : public c10d::Backend {
@@ -57,8 +58,15 @@ class ProcessGroupDMuon : public c10d::Backend {
   };
 
   // Either inner backend may be null, not both. They must have this rank and size.
+  //
+  // `store`: where the ranks meet to set up the transport of the owner collectives of CPU tensors;
+  // used in the constructor only, which then blocks until all ranks are there, at most for the
+  // time-out. The environment variable DMUON_TRANSPORT chooses: "ucx"; "gloo", the inner backend;
+  // or "auto", the default, which is UCX if all ranks find its library and Gloo otherwise. Without
+  // a store it is Gloo.
   ProcessGroupDMuon(int rank, int size, BackendPtr cpu, BackendPtr cuda,
-                    c10::intrusive_ptr<Options> options = c10::make_intrusive<Options>());
+                    c10::intrusive_ptr<Options> options = c10::make_intrusive<Options>(),
+                    const c10::intrusive_ptr<c10d::Store>& store = {});
   ~ProcessGroupDMuon() override;
 
   // The owner collectives for tensors of `device`: always the same object. Throws if this build or
@@ -71,6 +79,9 @@ class ProcessGroupDMuon : public c10d::Backend {
   // of the first operation. Owned by the caller; abort(), shutdown() and setTimeout() reach it.
   std::shared_ptr<OwnerCollectives> newOwnerCollectives(c10::DeviceType device,
                                                         const std::string& role);
+
+  // Of the owner collectives of CPU tensors: "ucx" or "gloo". Empty without a CPU backend.
+  std::string transportName() const;
 
   // Null if there is none for `device`.
   BackendPtr innerBackend(c10::DeviceType device) const;
@@ -190,6 +201,7 @@ class ProcessGroupDMuon : public c10d::Backend {
   std::vector<std::shared_ptr<CpuOwnerCollectives>> channels();
 
   std::shared_ptr<InnerBackend> cpu_;  // null if there is none
+  std::shared_ptr<Transport> transport_;
   BackendPtr cuda_;
   c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_{0};
