@@ -11,7 +11,8 @@ CpuOwnerCollectives::CpuOwnerCollectives(std::shared_ptr<Transport> transport, i
       size_(size),
       group_(role.empty() ? std::move(group) : group + "/" + role),
       role_(std::move(role)) {
-  queue_ = std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_, timeout);
+  queue_ =
+      std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_, timeout);
 }
 
 CpuOwnerCollectives::~CpuOwnerCollectives() { queue_->shutdown(); }

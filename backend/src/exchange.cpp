@@ -158,8 +158,8 @@ void Exchange::takeHeader(Operation& op, Round& round, const Transfer& transfer,
   }
   if (header.state == RankState::leaves) {
     fail(op, round,
-         c10::str("rank ", transfer.peer, " has left the group: ",
-                  receiveText(op.seq, transfer.peer, header.text_bytes)));
+         c10::str("rank ", transfer.peer,
+                  " has left the group: ", receiveText(op.seq, transfer.peer, header.text_bytes)));
   }
 }
 

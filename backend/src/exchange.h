@@ -1,9 +1,10 @@
 // Runs one owner collective against the peers of a group: agree, then move the payload.
 //
-// Where the transport allows, blocks of a few kilobytes ride along with the headers, and larger ones
-// go in pieces: a reduction adds piece by piece while others are on their way. Scratch per operation
-// is pieces_ahead * piece_bytes per peer to receive a reduction, and as much to send, or to receive
-// a broadcast, where small tensors must be packed. (Gloo: one piece, and so the block's bytes.)
+// Where the transport allows, blocks of a few kilobytes ride along with the headers, and larger
+// ones go in pieces: a reduction adds piece by piece while others are on their way. Scratch per
+// operation is pieces_ahead * piece_bytes per peer to receive a reduction, and as much to send, or
+// to receive a broadcast, where small tensors must be packed. (Gloo: one piece, and so the block's
+// bytes.)
 //
 // Everything here runs on one thread at a time. An error of type Fatal means that this rank and its
 // peers no longer agree on where they are: the group cannot be used again. Any other error leaves
@@ -60,8 +61,8 @@ class Exchange {
   };
   // What every rank sends at the start of an operation: a header, and small payload behind it.
   struct Opening {
-    std::vector<Header> headers;           // by rank
-    std::vector<Bytes> messages;           // by rank; this rank's own is empty
+    std::vector<Header> headers;  // by rank
+    std::vector<Bytes> messages;  // by rank; this rank's own is empty
     const char* payloadOf(int rank) const { return messages[rank].data + sizeof(Header); }
   };
   // The payload as it travels: blocks by owner, each inside the opening or in pieces.
@@ -105,7 +106,7 @@ class Exchange {
   const int rank_;
   const int size_;
   const int channel_;
-  std::unique_ptr<Peers> peers_;   // null in a group of one
+  std::unique_ptr<Peers> peers_;  // null in a group of one
   Peers::Limits limits_;
   std::map<int, Transfer> early_;  // receives of the next operation's headers, by peer
   std::deque<Round> ahead_;        // rounds that have been started

@@ -17,8 +17,7 @@ uint64_t hostId() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat pids, memory;
-  if (boot.empty() || ::stat("/proc/self/ns/pid", &pids) != 0 ||
-      ::stat("/dev/shm", &memory) != 0) {
+  if (boot.empty() || ::stat("/proc/self/ns/pid", &pids) != 0 || ::stat("/dev/shm", &memory) != 0) {
     return 0;
   }
   return hashBytes(boot + ' ' + std::to_string(pids.st_ino) + ' ' + std::to_string(memory.st_dev));

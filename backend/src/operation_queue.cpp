@@ -43,8 +43,8 @@ c10::intrusive_ptr<c10::ivalue::Future> futureOf(const WorkPtr& work) {
 
 }  // namespace
 
-OperationQueue::OperationQueue(std::shared_ptr<Transport> transport, int rank, int size, int channel,
-                               std::string group, std::chrono::milliseconds timeout)
+OperationQueue::OperationQueue(std::shared_ptr<Transport> transport, int rank, int size,
+                               int channel, std::string group, std::chrono::milliseconds timeout)
     : rank_(rank),
       size_(size),
       group_(std::move(group)),

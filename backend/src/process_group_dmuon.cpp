@@ -100,8 +100,8 @@ std::shared_ptr<CpuOwnerCollectives> ProcessGroupDMuon::makeChannel(c10::DeviceT
               ": there are none for ", c10::DeviceTypeName(device, true),
               ". This build has them for cpu tensors; the group has inner ", "backends for",
               cpu_ ? " cpu" : "", cuda_ ? " cuda" : "");
-  auto channel = std::make_shared<CpuOwnerCollectives>(transport_, rank_, size_, number, groupName(),
-                                                       role, options_->timeout);
+  auto channel = std::make_shared<CpuOwnerCollectives>(transport_, rank_, size_, number,
+                                                       groupName(), role, options_->timeout);
   channels_.erase(std::remove_if(channels_.begin(), channels_.end(),
                                  [](const auto& known) { return known.expired(); }),
                   channels_.end());
@@ -144,10 +144,9 @@ BackendPtr ProcessGroupDMuon::split(const c10::intrusive_ptr<c10d::Store>& store
   if (cuda_) cuda = cuda_->split(storeFor("cuda", store), ranks, innerOptions(cuda_, opts));
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   if (self == ranks.end()) return {};
-  return c10::make_intrusive<ProcessGroupDMuon>(static_cast<int>(self - ranks.begin()),
-                                                static_cast<int>(ranks.size()), std::move(cpu),
-                                                std::move(cuda), ownOptions(opts),
-                                                storeFor("transport", store));
+  return c10::make_intrusive<ProcessGroupDMuon>(
+      static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()), std::move(cpu),
+      std::move(cuda), ownOptions(opts), storeFor("transport", store));
 }
 
 BackendPtr ProcessGroupDMuon::merge(const c10::intrusive_ptr<c10d::Store>& store,

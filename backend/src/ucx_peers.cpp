@@ -84,12 +84,8 @@ class UcxPeers final : public Peers {
     if (!transfer.state) return Outcome::gone;
     const auto& request = *static_cast<UcxRequest*>(transfer.state.get());
     const UcxEndpoint& endpoint = *shared_->peers[transfer.peer].endpoint;
-    shared_->worker.wait(
-        [&] {
-          return request.ended.load(std::memory_order_acquire) ||
-                 interrupted_.load(std::memory_order_relaxed) || endpoint.failed.load();
-        },
-        deadline);
+    shared_->worker.wait([&] { return request.ended || interrupted_ || endpoint.failed; },
+                         deadline);
     if (request.ended) {
       if (request.status == UCS_OK) {
         transfer.done = true;
@@ -114,9 +110,13 @@ class UcxPeers final : public Peers {
     for (Transfer& transfer : transfers) {
       auto* request = static_cast<UcxRequest*>(transfer.state.get());
       if (request == nullptr || request->ended) continue;
-      shared_->worker.keep(*request, memory);
-      shared_->worker.cancel(*request);
-      shared_->worker.wait([&] { return request->ended.load(); }, deadline);
+      try {
+        shared_->worker.keep(*request, memory);
+        shared_->worker.cancel(*request);
+        shared_->worker.wait([&] { return request->ended.load(); }, deadline);
+      } catch (const std::exception&) {
+        return;  // in a process forked from the one that made the group: nothing here is its own
+      }
     }
   }
 
@@ -172,8 +172,7 @@ UcxTransport::UcxTransport(const std::vector<std::string>& contacts, int rank,
   for (int r = 0; r < size; ++r) {
     if (r == rank) continue;
     const Shared::Peer& peer = shared_->peers[r];
-    requests.push_back(
-        worker.receive(newBytes(0), tagOf(shared_->peers[rank].inbox, r, kSetUp)));
+    requests.push_back(worker.receive(newBytes(0), tagOf(shared_->peers[rank].inbox, r, kSetUp)));
     requests.push_back(worker.send(*peer.endpoint, newBytes(0), tagOf(peer.inbox, rank, kSetUp)));
   }
   std::vector<int> silent;

@@ -4,8 +4,6 @@
 // sender's rank in the group, 30 for the caller's tag.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <atomic>
 #include <memory>
 #include <string>

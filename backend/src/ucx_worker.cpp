@@ -176,7 +176,7 @@ void UcxWorker::onReceived(void* handle, ucs_status_t status, const ucp_tag_recv
 UcxRequestPtr UcxWorker::track(UcxRequestPtr request, void* handle) {
   if (UCS_PTR_IS_PTR(handle)) {
     request->handle = handle;
-    if (asleep_) api_.worker_signal(worker_);
+    if (asleep_ > 0) api_.worker_signal(worker_);
   } else {
     end(*request, nullptr, UCS_PTR_STATUS(handle));
   }
@@ -204,8 +204,8 @@ UcxRequestPtr UcxWorker::receive(const Bytes& bytes, uint64_t tag) {
   request->receives = true;
   ucp_tag_recv_info_t info{};
   ucp_request_param_t params{};
-  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
-                        UCP_OP_ATTR_FIELD_RECV_INFO;
+  params.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_RECV_INFO;
   params.cb.recv = &UcxWorker::onReceived;
   params.user_data = request.get();
   params.recv_info.tag_info = &info;
@@ -246,8 +246,8 @@ bool UcxWorker::wait(const std::function<bool()>& over, Clock::time_point deadli
       return is_over;
     }
     if (Clock::now() >= deadline) return false;
-    ++waiters_;
-    turn_changed_.wait_until(lock, deadline);
+    ++waiters_;  // before the last look: who ends a request looks for waiters afterwards
+    if (!over()) turn_changed_.wait_until(lock, deadline);
     --waiters_;
   }
   return true;
@@ -259,7 +259,7 @@ void UcxWorker::wake() {
     turn_changed_.notify_all();
   }
   const auto lock = lockWorker();
-  if (asleep_) api_.worker_signal(worker_);
+  if (asleep_ > 0) api_.worker_signal(worker_);
 }
 
 bool UcxWorker::drive(const std::function<bool()>& over, Clock::time_point deadline) {
@@ -306,7 +306,7 @@ void UcxWorker::sleepUntilEvent(const std::function<bool()>& over,
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (api_.worker_arm(worker_) != UCS_OK) return;  // there is something to do already
-    asleep_ = true;
+    ++asleep_;
     for (const UcxEndpoint* endpoint : local_) {
       if (endpoint->process->descriptor() >= 0) {
         events.push_back({endpoint->process->descriptor(), POLLIN, 0});
@@ -314,7 +314,7 @@ void UcxWorker::sleepUntilEvent(const std::function<bool()>& over,
     }
   }
   if (!over()) ::poll(events.data(), events.size(), static_cast<int>(at_most.count()));
-  asleep_ = false;
+  --asleep_;
 }
 
 // A process has ended only when all that it had sent has been taken in.

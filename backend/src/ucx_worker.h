@@ -1,7 +1,8 @@
 // The process's one UCX context and worker, shared by all groups.
 //
 // Progress. UCX moves data only while somebody polls it. Whoever waits for a message polls for
-// everybody; who else waits meanwhile sleeps until its message is done or the polling thread leaves.
+// everybody; others who wait meanwhile sleep until their message is done or the polling thread
+// leaves.
 // The polling thread spins a little, then yields its core with every poll (with more ranks than
 // cores the peer it waits for needs that core), then sleeps until UCX reports an event. When nobody
 // has waited for a few milliseconds, a thread of the worker's own takes over, which sleeps until
@@ -12,12 +13,13 @@
 // take along what other groups of the peer still have under way. At the end of the process its
 // thread is stopped, nothing else. A process forked after the first use cannot use it (getpid()).
 //
-// Dead peers. Between hosts, UCX finds out. Its shared memory transports cannot, and it would not use
-// them if it were asked to: processes of one host are watched here instead.
+// Dead peers. Between hosts, UCX finds out. Its shared memory transports cannot, and it would not
+// use them if it were asked to: processes of one host are watched here instead.
 //
 // Settings: environment variables DMUON_UCX_* (or UCX_*) as UCX documents them, e.g. DMUON_UCX_TLS.
-// Unless set: TLS without sysv, RNDV_SCHEME am: within a host, everything goes through posix shared
-// memory and no other transport costs time; and a check every second that remote peers are alive.
+// Unless set: TLS without sysv and cma, RNDV_SCHEME am: within a host, everything goes through
+// posix shared memory and no other transport costs time; and a check every second that remote peers
+// are alive.
 //
 // No tensors here. Thread-safe, except where noted.
 #pragma once
@@ -59,12 +61,12 @@ struct UcxEndpoint {
 struct UcxRequest {
   bool receives = false;
   std::atomic<bool> ended{false};
-  ucs_status_t status = UCS_OK;     // once ended
-  int64_t received = 0;             // once ended, of a receive
-  std::shared_ptr<void> memory;     // until ended, as is `kept`
+  ucs_status_t status = UCS_OK;  // once ended
+  int64_t received = 0;          // once ended, of a receive
+  std::shared_ptr<void> memory;  // until ended, as is `kept`
   std::shared_ptr<void> kept;
-  void* handle = nullptr;           // UCX's; under the worker's mutex, null when ended
-  std::shared_ptr<UcxRequest> self; // until ended: UCX has a pointer to this
+  void* handle = nullptr;            // UCX's; under the worker's mutex, null when ended
+  std::shared_ptr<UcxRequest> self;  // until ended: UCX has a pointer to this
 };
 using UcxRequestPtr = std::shared_ptr<UcxRequest>;
 
@@ -130,8 +132,8 @@ class UcxWorker {
   // Held while UCX is called.
   std::mutex mutex_;
   std::atomic<int> others_want_mutex_{0};
-  std::atomic<bool> asleep_{false};  // somebody sleeps until an event
-  bool something_ended_ = false;     // under mutex_: since waiters were last told
+  std::atomic<int> asleep_{0};    // threads that sleep until an event
+  bool something_ended_ = false;  // under mutex_: since waiters were last told
   std::map<std::string, std::unique_ptr<UcxEndpoint>> endpoints_;  // by address
   std::vector<UcxEndpoint*> local_;  // those whose process is watched and has not ended
 

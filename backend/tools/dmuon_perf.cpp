@@ -236,7 +236,8 @@ void print(const std::vector<Row>& rows, const Options& o, int size) {
     std::printf("%-10s %-9s %12lld %12.1f %8.2f %7.2f %7.1fx %6lld\n", row.op.c_str(),
                 row.way.c_str(), static_cast<long long>(row.tensor_bytes), row.seconds * 1e6,
                 row.moved / row.seconds / 1e9, row.memcpy_seconds / row.seconds,
-                baseline ? baseline->seconds / row.seconds : 0.0, static_cast<long long>(row.wrong));
+                baseline ? baseline->seconds / row.seconds : 0.0,
+                static_cast<long long>(row.wrong));
   }
 }
 
@@ -322,8 +323,8 @@ int runLaunched(const Options& o) {
   options.port = static_cast<uint16_t>(std::stoi(variable("MASTER_PORT").value_or("29500")));
   options.isServer = rank == 0 && !variable("TORCHELASTIC_USE_AGENT_STORE");
   options.numWorkers = size;
-  const Store store = c10::make_intrusive<c10d::TCPStore>(
-      variable("MASTER_ADDR").value_or("localhost"), options);
+  const Store store =
+      c10::make_intrusive<c10d::TCPStore>(variable("MASTER_ADDR").value_or("localhost"), options);
   const int status = runRank(o, store, rank, size);
   // The store is rank 0's: it stays until all are done.
   store->add("done", 1);

@@ -76,22 +76,36 @@ Options Options::parse(int argc, char** argv) {
       return argv[++i];
     };
     const auto number = [&] { return static_cast<int>(std::max<int64_t>(sizeOf(value()), 1)); };
-    if (option == "--help" || option == "-h") usage("");
-    else if (option == "--ranks") o.ranks = number();
-    else if (option == "--op") o.ops = listOf(option, value(), {"reduce", "broadcast"});
-    else if (option == "--transport") o.transports = listOf(option, value(), {"gloo", "ucx"});
-    else if (option == "--owners") o.owners = listOf(option, value(), {"spread", "skewed", "one"})[0];
+    if (option == "--help" || option == "-h")
+      usage("");
+    else if (option == "--ranks")
+      o.ranks = number();
+    else if (option == "--op")
+      o.ops = listOf(option, value(), {"reduce", "broadcast"});
+    else if (option == "--transport")
+      o.transports = listOf(option, value(), {"gloo", "ucx"});
+    else if (option == "--owners")
+      o.owners = listOf(option, value(), {"spread", "skewed", "one"})[0];
     else if (option == "--dtype")
       o.dtype = listOf(option, value(), {"float", "half", "bfloat16", "double"})[0];
-    else if (option == "--begin") o.begin = std::max<int64_t>(sizeOf(value()), 8);
-    else if (option == "--end") o.end = sizeOf(value());
-    else if (option == "--factor") o.factor = std::max(number(), 2);
-    else if (option == "--tensors") o.tensors = number();
-    else if (option == "--iterations") o.iterations = number();
-    else if (option == "--repeats") o.repeats = number();
-    else if (option == "--no-baseline") o.baseline = false;
-    else if (option == "--json") o.json = value();
-    else usage("unknown option " + option);
+    else if (option == "--begin")
+      o.begin = std::max<int64_t>(sizeOf(value()), 8);
+    else if (option == "--end")
+      o.end = sizeOf(value());
+    else if (option == "--factor")
+      o.factor = std::max(number(), 2);
+    else if (option == "--tensors")
+      o.tensors = number();
+    else if (option == "--iterations")
+      o.iterations = number();
+    else if (option == "--repeats")
+      o.repeats = number();
+    else if (option == "--no-baseline")
+      o.baseline = false;
+    else if (option == "--json")
+      o.json = value();
+    else
+      usage("unknown option " + option);
   }
   return o;
 }

@@ -89,19 +89,19 @@ void registerProcessGroup(py::module_& m) {
              c10::intrusive_ptr<ProcessGroupDMuon::Options>>(group, "Options")
       .def(py::init<>());
   group
-      .def(py::init([](int rank, int size, const BackendPtr& cpu, const BackendPtr& cuda,
-                       std::chrono::milliseconds timeout, const std::string& group_name,
-                       const std::optional<c10::intrusive_ptr<c10d::Store>>& store) {
-             auto options = c10::make_intrusive<ProcessGroupDMuon::Options>();
-             options->timeout = timeout;
-             options->group_name = group_name;
-             return NoGilPtr<ProcessGroupDMuon>(c10::make_intrusive<ProcessGroupDMuon>(
-                 rank, size, cpu, cuda, options,
-                 store.value_or(c10::intrusive_ptr<c10d::Store>())));
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("cpu"), py::arg("cuda") = BackendPtr(),
-           py::kw_only(), py::arg("timeout"), py::arg("group_name") = "",
-           py::arg("store") = py::none(), release())
+      .def(
+          py::init([](int rank, int size, const BackendPtr& cpu, const BackendPtr& cuda,
+                      std::chrono::milliseconds timeout, const std::string& group_name,
+                      const std::optional<c10::intrusive_ptr<c10d::Store>>& store) {
+            auto options = c10::make_intrusive<ProcessGroupDMuon::Options>();
+            options->timeout = timeout;
+            options->group_name = group_name;
+            return NoGilPtr<ProcessGroupDMuon>(c10::make_intrusive<ProcessGroupDMuon>(
+                rank, size, cpu, cuda, options, store.value_or(c10::intrusive_ptr<c10d::Store>())));
+          }),
+          py::arg("rank"), py::arg("size"), py::arg("cpu"), py::arg("cuda") = BackendPtr(),
+          py::kw_only(), py::arg("timeout"), py::arg("group_name") = "",
+          py::arg("store") = py::none(), release())
       .def_property_readonly("transport", &ProcessGroupDMuon::transportName)
       .def(
           "perform_nocolor_split", [](ProcessGroupDMuon&, const c10::Device&) {},
