@@ -97,7 +97,9 @@ class Exchange {
   // A peer that gives up says so where the header of its next operation would be. These look there
   // early, while something else of that peer's is being waited for.
   Transfer& nextHeaderOf(int peer, uint64_t seq);
-  void failIfLeft(Operation& op, Round& round, int peer, Clock::time_point until);
+  // Fails if the peer has given up; says so if its connection has ended, which is no fault once
+  // everything from it is here.
+  std::optional<std::string> endOf(Operation& op, Round& round, int peer, Clock::time_point until);
   std::string receiveText(uint64_t seq, int peer, uint64_t bytes);
 
   Header headerOf(const Operation& op) const;

@@ -89,11 +89,18 @@ std::vector<Transfer*> Exchange::look(Operation& op, Round& round,
       case Peers::Outcome::gone:
         lost += (lost.empty() ? "" : "; ") + describeLoss(*transfer);
         break;
-      case Peers::Outcome::timed_out:
-        if (round.kind != Phase::header) {
-          failIfLeft(op, round, transfer->peer, Clock::now() + kGlance);
+      case Peers::Outcome::timed_out: {
+        const auto ended = round.kind == Phase::header
+                               ? std::nullopt
+                               : endOf(op, round, transfer->peer, Clock::now() + kGlance);
+        if (!ended) {
+          still_pending.push_back(transfer);
+        } else if (peers_->wait(*transfer, Clock::now() + kGlance) == Peers::Outcome::done) {
+          if (on_done) on_done(*transfer);  // it came just before the end
+        } else {
+          lost += (lost.empty() ? "" : "; ") + *ended;
         }
-        still_pending.push_back(transfer);
+      }
     }
   }
   // All of the lost: the one seen first may have ended only because it saw another's end.
@@ -134,14 +141,21 @@ Transfer& Exchange::nextHeaderOf(int peer, uint64_t seq) {
   return known->second;
 }
 
-void Exchange::failIfLeft(Operation& op, Round& round, int peer, Clock::time_point until) {
+// Gloo does not report the end of a connection to the message that it is just reading, only to
+// those that are still to come: so the peer's next header is what tells.
+std::optional<std::string> Exchange::endOf(Operation& op, Round& round, int peer,
+                                           Clock::time_point until) {
   Transfer& transfer = nextHeaderOf(peer, op.seq + 1);
-  if (peers_->wait(transfer, until) != Peers::Outcome::done) return;
+  const Peers::Outcome outcome = peers_->wait(transfer, until);
+  if (outcome == Peers::Outcome::gone) return describeLoss(transfer);
+  if (outcome != Peers::Outcome::done) return std::nullopt;
   const Header header = readHeader(transfer);
-  if (header.magic != Header::kMagic || header.state != RankState::leaves) return;
-  fail(op, round,
-       c10::str("rank ", peer,
-                " has left the group: ", receiveText(op.seq + 1, peer, header.text_bytes)));
+  if (header.magic == Header::kMagic && header.state == RankState::leaves) {
+    fail(op, round,
+         c10::str("rank ", peer,
+                  " has left the group: ", receiveText(op.seq + 1, peer, header.text_bytes)));
+  }
+  return std::nullopt;
 }
 
 std::string Exchange::receiveText(uint64_t seq, int peer, uint64_t bytes) {
