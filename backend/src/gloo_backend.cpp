@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <csignal>
 #include <cstdlib>
 #include <sstream>
 #include <string>
@@ -28,11 +29,22 @@ void addDevices(ProcessGroupGloo::Options& options) {
   }
 }
 
+// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that has just died would end this
+// process, silently, where an error that names it is wanted. Python ignores the signal from its
+// start.
+void surviveClosedConnections() {
+  struct sigaction action {};
+  if (sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &action, nullptr);
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> makeGlooBackend(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout) {
+  surviveClosedConnections();
   auto options = ProcessGroupGloo::Options::create(timeout);
   addDevices(*options);
   options->threads = 2 * static_cast<int>(options->devices.size());
