@@ -168,6 +168,7 @@ def ddp(rank):
     t = torch.full((3,), float(rank))
     work = dist.all_reduce(t, async_op=True)
     future = work.get_future().wait()
+    work.wait()  # Gloo completes the future just before the work itself
     outcome = torch.equal(future[0], torch.full((3,), 6.0)), work.is_completed()
     return [p.detach().clone() for p in model.parameters()], outcome
 
