@@ -2,20 +2,30 @@
 
 #include <utility>
 
+#include "hooks.h"
+
 namespace dmuon {
 
 CpuOwnerCollectives::CpuOwnerCollectives(std::shared_ptr<Transport> transport, int rank, int size,
                                          int channel, std::string group, std::string role,
-                                         std::chrono::milliseconds timeout)
+                                         std::chrono::milliseconds timeout,
+                                         std::shared_ptr<const Hooks> hooks)
     : rank_(rank),
       size_(size),
       group_(role.empty() ? std::move(group) : group + "/" + role),
-      role_(std::move(role)) {
-  queue_ =
-      std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_, timeout);
+      role_(std::move(role)),
+      hooks_(std::move(hooks)) {
+  queue_ = std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_,
+                                            timeout, hooks_);
 }
 
-CpuOwnerCollectives::~CpuOwnerCollectives() { queue_->shutdown(); }
+CpuOwnerCollectives::~CpuOwnerCollectives() {
+  if (queue_->forked()) {
+    leak(std::move(queue_));
+  } else {
+    queue_->shutdown();
+  }
+}
 
 OwnerWorkPtr CpuOwnerCollectives::reduceToOwners(std::vector<at::Tensor> inputs,
                                                  std::vector<at::Tensor> outputs,
@@ -23,7 +33,7 @@ OwnerWorkPtr CpuOwnerCollectives::reduceToOwners(std::vector<at::Tensor> inputs,
                                                  OwnerOptions options) {
   OperationPtr op = makeReduce(inputs, outputs, owners, std::move(options), rank_, size_);
   op->proposal.role = role_;
-  return queue_->submit(op);
+  return submit(op, c10d::OpType::REDUCE, inputs);
 }
 
 OwnerWorkPtr CpuOwnerCollectives::broadcastFromOwners(std::vector<at::Tensor> tensors,
@@ -31,7 +41,13 @@ OwnerWorkPtr CpuOwnerCollectives::broadcastFromOwners(std::vector<at::Tensor> te
                                                       OwnerOptions options) {
   OperationPtr op = makeBroadcast(tensors, owners, std::move(options), rank_, size_);
   op->proposal.role = role_;
-  return queue_->submit(op);
+  return submit(op, c10d::OpType::BROADCAST, tensors);
+}
+
+OwnerWorkPtr CpuOwnerCollectives::submit(const OperationPtr& op, c10d::OpType type,
+                                         const std::vector<at::Tensor>& tensors) {
+  if (!hooks_ || !op->refusal.empty()) return queue_->submit(op);
+  return hooks_->announce(type, tensors, {}, [&] { return queue_->submit(op); });
 }
 
 }  // namespace dmuon

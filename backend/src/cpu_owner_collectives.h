@@ -15,7 +15,8 @@ class CpuOwnerCollectives final : public OwnerCollectives {
  public:
   // `transport` may be null if size is 1. `role` becomes part of the name.
   CpuOwnerCollectives(std::shared_ptr<Transport> transport, int rank, int size, int channel,
-                      std::string group, std::string role, std::chrono::milliseconds timeout);
+                      std::string group, std::string role, std::chrono::milliseconds timeout,
+                      std::shared_ptr<const Hooks> hooks = {});
   // Lets pending operations end, at most for the time-out, then fails them.
   ~CpuOwnerCollectives() override;
 
@@ -35,10 +36,14 @@ class CpuOwnerCollectives final : public OwnerCollectives {
   void shutdown() { queue_->shutdown(); }
 
  private:
+  OwnerWorkPtr submit(const OperationPtr& op, c10d::OpType type,
+                      const std::vector<at::Tensor>& tensors);
+
   const int rank_;
   const int size_;
   const std::string group_;  // with the role
   const std::string role_;
+  const std::shared_ptr<const Hooks> hooks_;  // may be null
   std::shared_ptr<OperationQueue> queue_;
 };
 

@@ -54,20 +54,74 @@ void Exchange::interrupt() {
 
 Exchange::Moved Exchange::run(Operation& op, std::chrono::milliseconds timeout) {
   Moved moved;
-  timeout_ = timeout;
+  Route route = routeOf(op);
+  if (!awaitOpeningInputs(op, route)) route = {};
   // Peers may wait for the operation before this one up to their time-out before they come here.
-  deadline_ = Clock::now() + (op.held_back ? 2 : 1) * timeout;
-  const Route route = routeOf(op);
+  setPatience((op.held_back ? 2 : 1) * timeout);
   const Opening opening = exchangeHeaders(op, route);
   agree(op, opening.headers);
-  deadline_ = Clock::now() + timeout;
+  setPatience((op.source ? 2 : 1) * timeout);
   moved.flags = mergeFlags(op, opening.headers);
+  if (op.progress) op.progress->agreed(moved.flags);
   if (op.proposal.op == OwnerOp::reduce) {
     reduce(op, route, opening, moved);
   } else {
     broadcast(op, route, opening, moved);
   }
   return moved;
+}
+
+// Small payload travels in the opening, so it must be there first. Returns whether it is; if not,
+// this rank cannot take part.
+bool Exchange::awaitOpeningInputs(Operation& op, const Route& route) {
+  if (!op.source || route.blocks.empty()) return true;
+  for (int owner = 0; owner < size_; ++owner) {
+    if (!route.in_opening[owner]) continue;
+    for (size_t i : route.blocks[owner].tensors) {
+      if (op.inputs[i] == nullptr || op.inputs_at.empty() || op.inputs_at[i] < 0) continue;
+      const auto outcome = op.source->awaitBytes(op.inputs_at[i], op.proposal.tensors[i].bytes(),
+                                                 [this] { return interrupted(); });
+      if (outcome == Progress::Outcome::reached) continue;
+      op.refusal = "the operation that makes its inputs has failed: " + op.source->error();
+      return false;
+    }
+  }
+  return true;
+}
+
+void Exchange::awaitInputs(Operation& op, Round& round, const std::vector<Slice>& slices) {
+  if (!op.source || op.inputs_at.empty()) return;
+  for (const Slice& slice : slices) {
+    const int64_t at = op.inputs_at[slice.tensor];
+    if (at < 0) continue;
+    const auto outcome =
+        op.source->awaitBytes(at, slice.begin + slice.bytes, [this] { return interrupted(); });
+    if (outcome == Progress::Outcome::reached) continue;
+    fail(op, round,
+         outcome == Progress::Outcome::stopped
+             ? "interrupted"
+             : "the operation that makes its inputs has failed: " + op.source->error());
+  }
+}
+
+void Exchange::reportAll(Operation& op, const Block& block) {
+  std::vector<Slice> slices;
+  for (size_t k = 0; k < block.tensors.size(); ++k) {
+    const size_t i = block.tensors[k];
+    slices.push_back({i, 0, block.offsets[k], op.proposal.tensors[i].bytes()});
+  }
+  report(op, slices);
+}
+
+void Exchange::report(Operation& op, const std::vector<Slice>& slices) {
+  if (!op.progress) return;
+  std::vector<Progress::Reached> reached;
+  for (const Slice& slice : slices) {
+    const auto in = static_cast<int64_t>(c10::elementSize(op.proposal.tensors[slice.tensor].dtype));
+    const auto out = static_cast<int64_t>(c10::elementSize(op.output_dtypes[slice.tensor]));
+    reached.push_back({slice.tensor, (slice.begin + slice.bytes) / in * out});
+  }
+  op.progress->advance(reached);
 }
 
 Exchange::Route Exchange::routeOf(const Operation& op) const {
@@ -217,7 +271,7 @@ std::vector<uint8_t> Exchange::mergeFlags(Operation& op, const std::vector<Heade
 }
 
 void Exchange::runRounds(Operation& op, size_t count, const std::function<Round(size_t)>& start,
-                         const std::function<void(size_t)>& consume) {
+                         const std::function<void(size_t, Round&)>& consume) {
   size_t started = 0;
   for (size_t i = 0; i < count; ++i) {
     // Every rank has started the rounds up to i before it waits for round i, so each can end.
@@ -227,7 +281,7 @@ void Exchange::runRounds(Operation& op, size_t count, const std::function<Round(
     Round round = std::move(ahead_.front());
     ahead_.pop_front();
     await(op, round, round.receives);
-    consume(i);
+    consume(i, round);
     await(op, round, round.sends);
   }
 }
@@ -266,6 +320,7 @@ void Exchange::reduce(Operation& op, const Route& route, const Opening& opening,
       const size_t i = block.tensors[k];
       if (tensors[i].bytes() > 0) add({i, 0, block.offsets[k], tensors[i].bytes()});
     }
+    reportAll(op, block);
   }
   // Scratch for the rounds that may be under way at once, used in turn.
   const auto turns = std::min<size_t>(limits_.pieces_ahead, mine.size());
@@ -286,16 +341,19 @@ void Exchange::reduce(Operation& op, const Route& route, const Opening& opening,
     for (int step = 1; step < size_; ++step) {
       const int peer = (rank_ + step) % size_;
       if (i >= route.pieces[peer].size()) continue;
+      awaitInputs(op, round, route.pieces[peer][i].slices);
       round.sends.push_back(peers_->send(peer, tag, outgoing(route.pieces[peer][i], op.inputs)));
     }
     return round;
   };
-  runRounds(op, route.rounds(), start, [&](size_t i) {
+  runRounds(op, route.rounds(), start, [&](size_t i, Round& round) {
     if (i >= mine.size()) return;
+    awaitInputs(op, round, mine[i].slices);
     for (int rank = 0; rank < size_; ++rank) {
       if (rank != rank_) parts[rank] = scratchOf(i, rank).data;
     }
     for (const Slice& slice : mine[i].slices) add(slice);
+    report(op, mine[i].slices);
   });
 }
 
@@ -308,6 +366,11 @@ void Exchange::broadcast(Operation& op, const Route& route, const Opening& openi
     moved.received += route.blocks[owner].bytes;
     if (!route.in_opening[owner]) continue;
     unpack(route.blocks[owner], op.proposal.tensors, opening.payloadOf(owner), op.outputs);
+  }
+
+  // What this rank owns, and what came with the openings, is there already.
+  for (int owner = 0; owner < size_; ++owner) {
+    if (owner == rank_ || route.in_opening[owner]) reportAll(op, route.blocks[owner]);
   }
 
   std::deque<std::vector<std::pair<const Piece*, Bytes>>> to_unpack;  // by round
@@ -325,15 +388,21 @@ void Exchange::broadcast(Operation& op, const Route& route, const Opening& openi
       round.receives.push_back(peers_->receive(owner, tag, std::move(place)));
     }
     if (i >= route.pieces[rank_].size()) return round;
+    awaitInputs(op, round, route.pieces[rank_][i].slices);
     const Bytes bytes = outgoing(route.pieces[rank_][i], op.inputs);
     for (int step = 1; step < size_; ++step) {
       round.sends.push_back(peers_->send((rank_ + step) % size_, tag, bytes));
     }
     return round;
   };
-  runRounds(op, route.rounds(), start, [&](size_t) {
+  runRounds(op, route.rounds(), start, [&](size_t i, Round&) {
     for (const auto& [piece, bytes] : to_unpack.front()) unpack(*piece, bytes.data, op.outputs);
     to_unpack.pop_front();
+    for (int owner = 0; owner < size_; ++owner) {
+      if (i < route.pieces[owner].size() && owner != rank_) {
+        report(op, route.pieces[owner][i].slices);
+      }
+    }
   });
 }
 

@@ -22,6 +22,7 @@
 
 #include "operation.h"
 #include "peers.h"
+#include "pieces.h"
 
 namespace dmuon {
 
@@ -77,14 +78,22 @@ class Exchange {
   std::vector<uint8_t> mergeFlags(Operation& op, const std::vector<Header>& headers);
   void reduce(Operation& op, const Route& route, const Opening& opening, Moved& moved);
   void broadcast(Operation& op, const Route& route, const Opening& opening, Moved& moved);
+  // Waits until the slices of this rank's inputs are there, if another operation makes them.
+  // `round` is given up on failure.
+  void awaitInputs(Operation& op, Round& round, const std::vector<Slice>& slices);
+  // For the operation itself, and for whoever goes on with its outputs.
+  void report(Operation& op, const std::vector<Slice>& slices);
+  void reportAll(Operation& op, const Block& block);
+  bool awaitOpeningInputs(Operation& op, const Route& route);
   // Runs the rounds 0, 1, ..., count - 1, each made by start(i) some rounds ahead; consume(i) is
   // called when all messages of round i have been received.
   void runRounds(Operation& op, size_t count, const std::function<Round(size_t)>& start,
-                 const std::function<void(size_t)>& consume);
+                 const std::function<void(size_t, Round&)>& consume);
 
   // Sends `mine` to every peer and receives from each as many bytes as bytes_from(peer) says.
   Round swapWithAll(uint64_t seq, Phase kind, const Bytes& mine,
                     const std::function<int64_t(int)>& bytes_from);
+  void setPatience(std::chrono::milliseconds patience);
   void finish(Operation& op, Round& round);
   void await(Operation& op, Round& round, std::vector<Transfer>& transfers,
              const std::function<void(const Transfer&)>& on_done = {});
@@ -110,9 +119,9 @@ class Exchange {
   const int channel_;
   std::unique_ptr<Peers> peers_;  // null in a group of one
   Peers::Limits limits_;
-  std::map<int, Transfer> early_;  // receives of the next operation's headers, by peer
-  std::deque<Round> ahead_;        // rounds that have been started
-  std::chrono::milliseconds timeout_{0};
+  std::map<int, Transfer> early_;          // receives of the next operation's headers, by peer
+  std::deque<Round> ahead_;                // rounds that have been started
+  std::chrono::milliseconds patience_{0};  // how long peers are waited for in this phase
   Clock::time_point deadline_;
 };
 

@@ -52,6 +52,11 @@ Exchange::Round Exchange::swapWithAll(uint64_t seq, Phase kind, const Bytes& min
   return round;
 }
 
+void Exchange::setPatience(std::chrono::milliseconds patience) {
+  patience_ = patience;
+  deadline_ = Clock::now() + patience;
+}
+
 void Exchange::finish(Operation& op, Round& round) {
   await(op, round, round.receives);
   await(op, round, round.sends);
@@ -111,9 +116,8 @@ std::vector<Transfer*> Exchange::look(Operation& op, Round& round,
 void Exchange::failSilent(Operation& op, Round& round, const std::vector<Transfer*>& pending) {
   std::vector<int> silent;
   for (const Transfer* transfer : pending) silent.push_back(transfer->peer);
-  const auto waited = (op.held_back && round.kind == Phase::header ? 2 : 1) * timeout_;
   fail(op, round,
-       c10::str(rankList(silent), " did not take part within ", waited.count(),
+       c10::str(rankList(silent), " did not take part within ", patience_.count(),
                 " ms (waiting for the ", toString(round.kind),
                 "). Does every rank submit this operation?"));
 }

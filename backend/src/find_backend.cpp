@@ -20,7 +20,9 @@ c10::intrusive_ptr<ProcessGroupDMuon> dmuonBackendOf(const BackendPtr& backend) 
 
 c10::intrusive_ptr<ProcessGroupDMuon> dmuonBackendOf(c10d::ProcessGroup& group,
                                                      c10::DeviceType device) {
-  return dmuonBackendOf(group.getBackend(device));
+  auto backend = dmuonBackendOf(group.getBackend(device));
+  backend->announceTo(group);
+  return backend;
 }
 
 std::shared_ptr<OwnerCollectives> ownerCollectivesOf(c10d::ProcessGroup& group,

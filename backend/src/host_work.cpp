@@ -5,15 +5,40 @@
 #include <mutex>
 #include <utility>
 
+#include "hooks.h"
+#include "progress.h"
+
 namespace dmuon {
+
+std::string messageOf(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
 
 HostWork::HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
                    std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout)
-    : OwnerWork(rank, type),
+    : HostWork(rank, type, seq, std::move(name), std::move(outputs), timeout, nullptr, std::nullopt,
+               {}) {}
+
+HostWork::HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
+                   std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout,
+                   const char* profiling_title,
+                   const std::optional<std::vector<at::Tensor>>& inputs,
+                   std::shared_ptr<Progress> progress)
+    : OwnerWork(rank, type, profiling_title, inputs),
       seq_(seq),
+      completion_key_(newCompletionKey()),
       name_(std::move(name)),
       outputs_(std::move(outputs)),
       timeout_(timeout),
+      progress_(std::move(progress)),
       future_(
           c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
 }
@@ -34,16 +59,19 @@ void HostWork::succeed(std::vector<uint8_t> flags) {
     std::unique_lock lock(mutex_);
     flags_ = std::move(flags);
   }
+  if (progress_) progress_->end("");
   finish();
   completeFuture([this] { future_->markCompleted(c10::IValue(outputs_)); });
 }
 
 void HostWork::fail(std::exception_ptr error) {
+  if (progress_) progress_->end(messageOf(error));
   finish(error);
   completeFuture([&] { future_->setError(error); });
 }
 
 bool HostWork::isCompleted() {
+  requireOwnProcess();
   std::unique_lock lock(mutex_);
   return completed_;
 }
@@ -58,7 +86,16 @@ std::exception_ptr HostWork::exception() const {
   return exception_;
 }
 
+// The mutex may be held by a thread that is not there in the child.
+void HostWork::requireOwnProcess() {
+  if (!fork_.forked()) return;
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock && completed_) return;
+  C10_THROW_ERROR(DistBackendError, c10::str(name_, ": ", fork_.explain("this operation")));
+}
+
 bool HostWork::wait(std::chrono::milliseconds timeout) {
+  requireOwnProcess();
   {
     std::unique_lock lock(mutex_);
     const auto completed = [this] { return completed_; };

@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 
+#include <atomic>
 #include <utility>
 
 #include "cpu_owner_collectives.h"
@@ -63,29 +64,36 @@ OwnerOptions stage(const OwnerOptions& options, int number, std::string must_mat
   return copy;
 }
 
-// Stage two starts when stage one has ended, and takes its flags over.
+// Stage two goes on with what stage one has finished, piece by piece, and takes its flags over.
 OwnerOptions secondStage(const OwnerOptions& options, std::string must_match,
-                         const OwnerWorkPtr& first) {
+                         const OwnerWorkPtr& first, std::vector<int64_t> inputs_at) {
   OwnerOptions copy = stage(options, 2, std::move(must_match));
-  copy.after = first;
-  copy.flags_from = first;
+  copy.after = {};
+  copy.inputs_from = first;
+  copy.inputs_at = std::move(inputs_at);
   copy.flags.clear();
   return copy;
 }
 
-// One Work for both stages. It ends with the second, which ends after the first.
-OwnerWorkPtr wholeWork(const OwnerWorkPtr& last, int rank, const std::string& name,
-                       Tensors outputs) {
-  auto whole =
-      c10::make_intrusive<HostWork>(rank, last->retrieveOpType(), last->getSequencenumber(), name,
-                                    std::move(outputs), kNoTimeout);
-  last->getFuture()->addCallback([whole, last](c10::ivalue::Future& ended) {
-    if (ended.hasError()) {
-      whole->fail(ended.exception_ptr());
+// One Work for both stages. A rank's second stage may end before its first, which may still be
+// sending to others.
+OwnerWorkPtr wholeWork(const OwnerWorkPtr& one, const OwnerWorkPtr& two, int rank,
+                       const std::string& name, Tensors outputs) {
+  auto whole = c10::make_intrusive<HostWork>(rank, two->retrieveOpType(), two->getSequencenumber(),
+                                             name, std::move(outputs), kNoTimeout);
+  auto pending = std::make_shared<std::atomic<int>>(2);
+  const auto end = [whole, one, two, pending](c10::ivalue::Future&) {
+    if (pending->fetch_sub(1) > 1) return;
+    // The second fails with the first, and says so.
+    std::exception_ptr error = two->exception() ? two->exception() : one->exception();
+    if (error) {
+      whole->fail(error);
     } else {
-      whole->succeed(last->flags());
+      whole->succeed(two->flags());
     }
-  });
+  };
+  one->getFuture()->addCallback(end);
+  two->getFuture()->addCallback(end);
   return whole;
 }
 
@@ -187,9 +195,11 @@ OwnerWorkPtr MeshOwnerCollectives::reduceToOwners(Tensors inputs, Tensors output
   first.divisor = 1.0;
   const OwnerWorkPtr one = shard_->reduceToOwners(std::move(inputs), std::move(partial),
                                                   coordinates(owners, &Slot::shard), first);
-  const OwnerWorkPtr two = replicate_->reduceToOwners(column_inputs, column.of(outputs),
-                                                      column.rows, secondStage(options, list, one));
-  return wholeWork(two, static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
+  const std::vector<int64_t> made(column.positions.begin(), column.positions.end());
+  const OwnerWorkPtr two = replicate_->reduceToOwners(
+      column_inputs, column.of(outputs), column.rows, secondStage(options, list, one, made));
+  return wholeWork(one, two, static_cast<int>(mesh.flat(mesh.self)), name,
+                   std::move(whole->result));
 }
 
 OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
@@ -219,9 +229,14 @@ OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
   const ColumnPart column(owners, mesh.self.shard);
   const OwnerWorkPtr one =
       replicate_->broadcastFromOwners(column.of(tensors), column.rows, stage(options, 1, list));
+  std::vector<int64_t> arrived(tensors.size(), -1);
+  for (size_t k = 0; k < column.positions.size(); ++k) {
+    arrived[column.positions[k]] = static_cast<int64_t>(k);
+  }
   const OwnerWorkPtr two = shard_->broadcastFromOwners(tensors, coordinates(owners, &Slot::shard),
-                                                       secondStage(options, list, one));
-  return wholeWork(two, static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
+                                                       secondStage(options, list, one, arrived));
+  return wholeWork(one, two, static_cast<int>(mesh.flat(mesh.self)), name,
+                   std::move(whole->result));
 }
 
 }  // namespace dmuon

@@ -94,8 +94,9 @@ OperationPtr begin(OwnerOp kind, OwnerOptions options, const std::vector<at::Ten
   op->proposal.must_match = std::move(options.must_match);
   op->flags = std::move(options.flags);
   op->after = std::move(options.after);
-  op->flags_from = std::move(options.flags_from);
-  op->held_back = op->after || op->flags_from;
+  op->inputs_from = std::move(options.inputs_from);
+  op->inputs_at = std::move(options.inputs_at);
+  op->held_back = op->after || op->inputs_from;
   op->timeout = options.timeout;
   for (const at::Tensor& tensor : result) op->result.push_back(rawAlias(tensor));
   return op;
@@ -112,12 +113,19 @@ void checkOptions(Operation& op) {
   op.proposal.flag_bytes = static_cast<uint32_t>(op.flags.size());
 }
 
+void checkInputsAt(const Operation& op) {
+  if (op.inputs_at.empty()) return;
+  TORCH_CHECK_VALUE(op.inputs_from, "inputs_at is given without inputs_from");
+  requireSameLength("entries of inputs_at", op.proposal.tensors.size(), op.inputs_at.size());
+}
+
 // Runs the checks; what they throw becomes the refusal.
 template <typename Fill>
 OperationPtr filled(OperationPtr op, Fill&& fill) {
   try {
     checkOptions(*op);
     fill();
+    checkInputsAt(*op);
   } catch (const c10::Error& error) {
     op->refusal = error.what_without_backtrace();
   } catch (const std::exception& error) {

@@ -9,6 +9,7 @@
 
 #include "agreement.h"
 #include "host_work.h"
+#include "progress.h"
 
 namespace dmuon {
 
@@ -30,8 +31,12 @@ struct Operation {
 
   std::vector<uint8_t> flags;
   WorkPtr after;
-  OwnerWorkPtr flags_from;
-  bool held_back = false;  // there was an `after` or a `flags_from`
+  OwnerWorkPtr inputs_from;
+  std::vector<int64_t> inputs_at;
+  bool held_back = false;  // there was an `after` or an `inputs_from`
+  // What inputs_from reports, and this operation's own reports.
+  std::shared_ptr<Progress> source;
+  std::shared_ptr<Progress> progress;
   std::chrono::milliseconds timeout{0};
   HostWorkPtr work;
 };

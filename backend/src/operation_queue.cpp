@@ -1,11 +1,28 @@
 #include "operation_queue.h"
 
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 
 #include <utility>
 
+#include "hooks.h"
+#include "work_chain.h"
+
 namespace dmuon {
 namespace {
+
+const char* profilingTitle(OwnerOp op) {
+  return op == OwnerOp::reduce ? "dmuon::reduce_to_owners" : "dmuon::broadcast_from_owners";
+}
+
+float millisecondsSince(Clock::time_point start) {
+  return std::chrono::duration<float, std::milli>(Clock::now() - start).count();
+}
+
+void refuseAfter(Operation& op, const std::string& error) {
+  if (!op.refusal.empty()) return;
+  op.refusal = "the operation that it was to come after has failed: " + error;
+}
 
 std::exception_ptr groupError(const std::string& text) {
   return std::make_exception_ptr(
@@ -20,41 +37,29 @@ struct Ending {
   std::string error;
 };
 
-std::string messageOf(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
-
-// Null for a Work that has no future, such as a plain send or receive of Gloo.
-c10::intrusive_ptr<c10::ivalue::Future> futureOf(const WorkPtr& work) {
-  try {
-    return work->getFuture();
-  } catch (const std::exception&) {
-    return {};
-  }
-}
-
 }  // namespace
 
 OperationQueue::OperationQueue(std::shared_ptr<Transport> transport, int rank, int size,
-                               int channel, std::string group, std::chrono::milliseconds timeout)
+                               int channel, std::string group, std::chrono::milliseconds timeout,
+                               std::shared_ptr<const Hooks> hooks)
     : rank_(rank),
       size_(size),
       group_(std::move(group)),
+      hooks_(std::move(hooks)),
       timeout_(timeout),
       exchange_(transport, rank, size, channel) {}
 
 OperationQueue::~OperationQueue() { shutdown(); }
 
+void OperationQueue::requireOwnProcess(const char* operation) const {
+  if (!fork_.forked()) return;
+  C10_THROW_ERROR(DistBackendError, c10::str(nameOnGroup(operation, group_, rank_, size_), ": ",
+                                             fork_.explain("this group")));
+}
+
 OwnerWorkPtr OperationQueue::submit(const OperationPtr& op) {
   const char* const operation = toString(op->proposal.op);
+  requireOwnProcess(operation);
   const auto type =
       op->proposal.op == OwnerOp::reduce ? c10d::OpType::REDUCE : c10d::OpType::BROADCAST;
   const std::string refusal = op->refusal;  // the worker may add one of its own
@@ -63,8 +68,12 @@ OwnerWorkPtr OperationQueue::submit(const OperationPtr& op) {
   op->name = c10::str(nameOnGroup(operation, group_, rank_, size_), ", operation ", op->seq);
   if (!op->proposal.label.empty()) op->name += " '" + op->proposal.label + "'";
   if (op->timeout.count() <= 0) op->timeout = timeout_.load();
-  op->work = c10::make_intrusive<HostWork>(rank_, type, op->seq, op->name, std::move(op->result),
-                                           op->timeout);
+  if (size_ > 1) op->progress = std::make_shared<Progress>(op->proposal.tensors.size());
+  const bool profiled = at::hasCallbacks();
+  op->work = c10::make_intrusive<HostWork>(
+      rank_, type, op->seq, op->name, std::move(op->result), op->timeout,
+      profiled ? profilingTitle(op->proposal.op) : nullptr,
+      profiled ? std::optional(op->memory) : std::nullopt, op->progress);
   countersOf(*op).calls += 1;
   countersOf(*op).tensors += static_cast<int64_t>(op->proposal.tensors.size());
   if (stopping_ || !unusable_.empty()) {
@@ -108,12 +117,14 @@ void OperationQueue::work() {
 }
 
 void OperationQueue::execute(Operation& op) {
+  const auto started = Clock::now();
   std::exception_ptr error;
   Exchange::Moved moved;
   try {
     awaitDependencies(op);
     moved = exchange_.run(op, op.timeout);
   } catch (const Exchange::Fatal& fatal) {
+    if (hooks_) hooks_->failed();  // first, while everything is still as it is
     becomeUnusable(fatal.what(), op.seq + 1);
     std::lock_guard<std::mutex> lock(mutex_);
     error = exchange_.interrupted() ? groupError(c10::str(op.name, ": ", unusable_))
@@ -132,22 +143,40 @@ void OperationQueue::execute(Operation& op) {
     countersOf(op).bytes_received += moved.received;
   }
   op.work->succeed(std::move(moved.flags));
+  if (hooks_) hooks_->completed(op.work->getCompletionKey(), millisecondsSince(started));
 }
 
 void OperationQueue::awaitDependencies(Operation& op) {
-  const auto await = [&](const WorkPtr& dependency) {
+  if (op.after) {
     std::string error;
-    if (awaitEnd(dependency, error)) return true;
-    if (op.refusal.empty()) {
-      op.refusal = "the operation that it was to come after has failed: " + error;
+    if (!awaitEnd(std::exchange(op.after, {}), error)) refuseAfter(op, error);
+  }
+  if (op.inputs_from) awaitInputs(op, std::exchange(op.inputs_from, {}));
+}
+
+// Waits until it is known whether the inputs will come; if it isn't said which of the other's
+// outputs they are, until they are all there. Takes the flags over.
+void OperationQueue::awaitInputs(Operation& op, const OwnerWorkPtr& from) {
+  const auto* work = dynamic_cast<HostWork*>(from.get());
+  std::vector<uint8_t> flags;
+  if (work != nullptr && work->progress()) {
+    op.source = work->progress();
+    const auto stop = [this] { return unusable(); };
+    const auto outcome = op.inputs_at.empty() || size_ == 1 ? op.source->awaitEnd(stop)
+                                                            : op.source->awaitAgreed(stop);
+    if (outcome != Progress::Outcome::reached) {
+      refuseAfter(op, outcome == Progress::Outcome::failed ? op.source->error() : "stopped");
+      return;
     }
-    return false;
-  };
-  if (op.after) await(std::exchange(op.after, {}));
-  if (!op.flags_from) return;
-  const OwnerWorkPtr source = std::exchange(op.flags_from, {});
-  if (!await(source)) return;
-  const std::vector<uint8_t> flags = source->flags();
+    flags = op.source->flags();
+  } else {
+    std::string error;
+    if (!awaitEnd(from, error)) {
+      refuseAfter(op, error);
+      return;
+    }
+    flags = from->flags();
+  }
   if (op.flags.empty()) op.flags.resize(flags.size());
   if (flags.size() != op.flags.size()) {
     op.refusal = c10::str("it has ", op.flags.size(),
@@ -158,6 +187,11 @@ void OperationQueue::awaitDependencies(Operation& op) {
   }
   for (size_t i = 0; i < flags.size(); ++i) op.flags[i] |= flags[i];
   op.proposal.flag_bytes = static_cast<uint32_t>(op.flags.size());
+}
+
+bool OperationQueue::unusable() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !unusable_.empty();
 }
 
 // Returns whether `dependency` ended well. Gives up if the group is aborted meanwhile.
@@ -203,6 +237,7 @@ void OperationQueue::becomeUnusable(const std::string& why, uint64_t next_header
 }
 
 void OperationQueue::abort(const std::string& reason) {
+  if (fork_.forked()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!unusable_.empty()) return;
   unusable_ = "aborted: " + reason;
@@ -230,6 +265,7 @@ void OperationQueue::failUnusable(Operation& op) {
 }
 
 void OperationQueue::drain() {
+  requireOwnProcess("drain");
   std::unique_lock<std::mutex> lock(mutex_);
   TORCH_CHECK(!onWorkerThread(), nameOnGroup("drain", group_, rank_, size_),
               ": called from a callback of one of the operations it waits for");
@@ -237,6 +273,7 @@ void OperationQueue::drain() {
 }
 
 void OperationQueue::shutdown() {
+  if (fork_.forked()) return;
   std::thread thread;
   bool ended = false;
   {
@@ -260,6 +297,7 @@ void OperationQueue::shutdown() {
 }
 
 OwnerCounters OperationQueue::counters() const {
+  requireOwnProcess("counters");
   std::lock_guard<std::mutex> lock(mutex_);
   return counters_;
 }

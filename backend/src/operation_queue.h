@@ -3,6 +3,9 @@
 //
 // The thread is started by the first operation that needs it and joined by shutdown(); an idle
 // group costs no thread. It never takes Python's interpreter lock.
+//
+// In a process forked from the one that made it, submit(), drain() and counters() throw, and
+// abort() and shutdown() do nothing. It must not be destroyed there (fork_guard.h).
 #pragma once
 
 #include <atomic>
@@ -15,13 +18,17 @@
 #include <thread>
 
 #include "exchange.h"
+#include "fork_guard.h"
 
 namespace dmuon {
+
+class Hooks;
 
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  public:
   OperationQueue(std::shared_ptr<Transport> transport, int rank, int size, int channel,
-                 std::string group, std::chrono::milliseconds timeout);
+                 std::string group, std::chrono::milliseconds timeout,
+                 std::shared_ptr<const Hooks> hooks = {});
   ~OperationQueue();
 
   // Gives the operation its number and its Work, and queues it. If the group is unusable, the Work
@@ -34,11 +41,15 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   void shutdown();
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   OwnerCounters counters() const;
+  bool forked() const { return fork_.forked(); }
 
  private:
+  void requireOwnProcess(const char* operation) const;
   void work();
   void execute(Operation& op);
   void awaitDependencies(Operation& op);
+  void awaitInputs(Operation& op, const OwnerWorkPtr& from);
+  bool unusable() const;
   bool awaitEnd(const WorkPtr& dependency, std::string& error);
   void becomeUnusable(const std::string& why, uint64_t next_header);
   void leave(std::unique_lock<std::mutex>& lock, uint64_t next_header);
@@ -49,6 +60,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   const int rank_;
   const int size_;
   const std::string group_;
+  const std::shared_ptr<const Hooks> hooks_;  // may be null
+  const ForkGuard fork_;
   std::atomic<std::chrono::milliseconds> timeout_;
   Exchange exchange_;
 

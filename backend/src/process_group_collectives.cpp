@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "gloo_peers.h"
+#include "hooks.h"
 #include "host_staging.h"
 #include "work_chain.h"
 
@@ -23,6 +24,7 @@ c10d::Backend& ProcessGroupDMuon::requireCuda(const char* operation) const {
 
 c10d::Backend& ProcessGroupDMuon::backendOf(const char* operation, const Tensors& tensors,
                                             const TensorLists& lists) const {
+  requireOwnProcess(operation);
   const at::Tensor* first = nullptr;
   const auto look = [&](const Tensors& list) {
     for (const at::Tensor& tensor : list) {
@@ -62,9 +64,9 @@ WorkPtr ProcessGroupDMuon::submit(Call&& call) {
   return call(*cpu_->backend);
 }
 
-WorkPtr ProcessGroupDMuon::coalesced(WorkPtr work) {
+WorkPtr ProcessGroupDMuon::submitted(WorkPtr work) {
   if (coalescing_) coalesced_.push_back(work);
-  return work;
+  return Hooks::watch(hooks_, std::move(work));
 }
 
 // Hands a collective to the CPU backend; its Work, or if something is left to do after it, a Work
@@ -78,7 +80,7 @@ WorkPtr ProcessGroupDMuon::submit(HostStaging& staging, OpType type, const Tenso
     ChainInfo info{rank_, type, sequence_, rest->name(), outputs};
     work = afterAll({work}, std::move(info), [rest] { rest->finish(); });
   }
-  return coalesced(std::move(work));
+  return submitted(std::move(work));
 }
 
 WorkPtr ProcessGroupDMuon::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
@@ -105,7 +107,7 @@ WorkPtr ProcessGroupDMuon::allreduce(Tensors& tensors, const c10d::AllreduceOpti
 WorkPtr ProcessGroupDMuon::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   c10d::Backend& backend = collective("allreduce_sparse", tensors);
   if (!onHost(backend)) return backend.allreduce_sparse(tensors, opts);
-  return coalesced(submit([&](auto& gloo) { return gloo.allreduce_sparse(tensors, opts); }));
+  return submitted(submit([&](auto& gloo) { return gloo.allreduce_sparse(tensors, opts); }));
 }
 
 WorkPtr ProcessGroupDMuon::allreduce_coalesced(Tensors& tensors,
@@ -257,7 +259,7 @@ WorkPtr ProcessGroupDMuon::send(Tensors& tensors, int peer, int tag) {
   if (!onHost(backend)) return backend.send(tensors, peer, tag);
   checkPeerToPeer("send", tensors, tag);
   Tensors plain = HostStaging(nameOf("send")).in(tensors);
-  return coalesced(submit([&](auto& gloo) { return gloo.send(plain, peer, tag); }));
+  return submitted(submit([&](auto& gloo) { return gloo.send(plain, peer, tag); }));
 }
 
 // Gloo's Work for a receive has no future to write scratch back from.
@@ -273,7 +275,7 @@ WorkPtr ProcessGroupDMuon::recv(Tensors& tensors, int peer, int tag) {
   if (!onHost(backend)) return backend.recv(tensors, peer, tag);
   checkPeerToPeer("recv", tensors, tag);
   checkReceive("recv", tensors[0]);
-  return coalesced(submit([&](auto& gloo) { return gloo.recv(tensors, peer, tag); }));
+  return submitted(submit([&](auto& gloo) { return gloo.recv(tensors, peer, tag); }));
 }
 
 WorkPtr ProcessGroupDMuon::recvAnysource(Tensors& tensors, int tag) {
@@ -281,17 +283,19 @@ WorkPtr ProcessGroupDMuon::recvAnysource(Tensors& tensors, int tag) {
   if (!onHost(backend)) return backend.recvAnysource(tensors, tag);
   checkPeerToPeer("recvAnysource", tensors, tag);
   checkReceive("recvAnysource", tensors[0]);
-  return coalesced(submit([&](auto& gloo) { return gloo.recvAnysource(tensors, tag); }));
+  return submitted(submit([&](auto& gloo) { return gloo.recvAnysource(tensors, tag); }));
 }
 
 WorkPtr ProcessGroupDMuon::barrier(const c10d::BarrierOptions& opts) {
+  requireOwnProcess("barrier");
   ++sequence_;
   // The Work of NCCL's barrier blocks the host in wait().
   if (cuda_ && (!cpu_ || !opts.device_ids.empty())) return cuda_->barrier(opts);
-  return coalesced(submit([&](auto& gloo) { return gloo.barrier(opts); }));
+  return submitted(submit([&](auto& gloo) { return gloo.barrier(opts); }));
 }
 
 void ProcessGroupDMuon::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  requireOwnProcess("monitoredBarrier");
   TORCH_CHECK(cpu_, nameOf("monitoredBarrier"), ": needs an inner backend for cpu");
   ++sequence_;
   // Blocks until all ranks are there, so owner collectives must be able to submit meanwhile.

@@ -6,8 +6,10 @@
 #include <utility>
 
 #include "cpu_owner_collectives.h"
+#include "fork_guard.h"
 #include "gloo_backend.h"
 #include "gloo_peers.h"
+#include "hooks.h"
 #include "transport.h"
 
 namespace dmuon {
@@ -60,7 +62,11 @@ c10::intrusive_ptr<ProcessGroupDMuon::Options> ownOptions(const OptionsPtr& want
 ProcessGroupDMuon::ProcessGroupDMuon(int rank, int size, BackendPtr cpu, BackendPtr cuda,
                                      c10::intrusive_ptr<Options> options,
                                      const c10::intrusive_ptr<c10d::Store>& store)
-    : c10d::Backend(rank, size), cuda_(std::move(cuda)), options_(std::move(options)) {
+    : c10d::Backend(rank, size),
+      fork_(std::make_unique<ForkGuard>()),
+      hooks_(std::make_shared<Hooks>()),
+      cuda_(std::move(cuda)),
+      options_(std::move(options)) {
   TORCH_CHECK_VALUE(cpu || cuda_, "dmuon: a group needs an inner backend for cpu or for cuda");
   if (cpu) {
     requireShape("cpu", cpu, rank, size);
@@ -72,7 +78,18 @@ ProcessGroupDMuon::ProcessGroupDMuon(int rank, int size, BackendPtr cpu, Backend
   init();
 }
 
-ProcessGroupDMuon::~ProcessGroupDMuon() = default;
+ProcessGroupDMuon::~ProcessGroupDMuon() {
+  if (!fork_->forked()) return;
+  leak(std::move(cpu_));
+  leak(std::move(transport_));
+  leak(std::move(cuda_));
+}
+
+void ProcessGroupDMuon::requireOwnProcess(const char* operation) const {
+  if (!fork_->forked()) return;
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str(nameOf(operation), ": ", fork_->explain("this group")));
+}
 
 std::string ProcessGroupDMuon::transportName() const {
   return transport_ ? transport_->name() : "";
@@ -100,8 +117,8 @@ std::shared_ptr<CpuOwnerCollectives> ProcessGroupDMuon::makeChannel(c10::DeviceT
               ": there are none for ", c10::DeviceTypeName(device, true),
               ". This build has them for cpu tensors; the group has inner ", "backends for",
               cpu_ ? " cpu" : "", cuda_ ? " cuda" : "");
-  auto channel = std::make_shared<CpuOwnerCollectives>(transport_, rank_, size_, number,
-                                                       groupName(), role, options_->timeout);
+  auto channel = std::make_shared<CpuOwnerCollectives>(
+      transport_, rank_, size_, number, groupName(), role, options_->timeout, hooks_);
   channels_.erase(std::remove_if(channels_.begin(), channels_.end(),
                                  [](const auto& known) { return known.expired(); }),
                   channels_.end());
@@ -110,6 +127,7 @@ std::shared_ptr<CpuOwnerCollectives> ProcessGroupDMuon::makeChannel(c10::DeviceT
 }
 
 std::shared_ptr<OwnerCollectives> ProcessGroupDMuon::ownerCollectives(c10::DeviceType device) {
+  requireOwnProcess("owner collectives");
   std::lock_guard<std::mutex> lock(channel_mutex_);
   if (!own_channel_ || device != c10::DeviceType::CPU) own_channel_ = makeChannel(device, 0, "");
   return own_channel_;
@@ -117,6 +135,7 @@ std::shared_ptr<OwnerCollectives> ProcessGroupDMuon::ownerCollectives(c10::Devic
 
 std::shared_ptr<OwnerCollectives> ProcessGroupDMuon::newOwnerCollectives(c10::DeviceType device,
                                                                          const std::string& role) {
+  requireOwnProcess("new owner collectives");
   std::lock_guard<std::mutex> lock(channel_mutex_);
   TORCH_CHECK(next_channel_ < kMaxChannels, nameOf("new owner collectives"), ": ", kMaxChannels,
               " have been made already, which is all the tags have room for");
@@ -136,6 +155,7 @@ std::vector<std::shared_ptr<CpuOwnerCollectives>> ProcessGroupDMuon::channels() 
 
 BackendPtr ProcessGroupDMuon::split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks, const OptionsPtr& opts) {
+  requireOwnProcess("split");
   // On every rank, member or not: NCCL's split is collective over the parent.
   BackendPtr cpu, cuda;
   if (cpu_) {
@@ -151,6 +171,7 @@ BackendPtr ProcessGroupDMuon::split(const c10::intrusive_ptr<c10d::Store>& store
 
 BackendPtr ProcessGroupDMuon::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                     const OptionsPtr& opts, const int& rank, const int& size) {
+  requireOwnProcess("merge");
   BackendPtr cpu, cuda;
   if (cpu_) {
     cpu =
@@ -215,12 +236,15 @@ c10d::ErrorType ProcessGroupDMuon::getError() {
 }
 
 void ProcessGroupDMuon::abort() {
+  if (fork_->forked()) return;
+  hooks_->failed();
   for (const auto& channel : channels()) channel->abort("the process group was aborted");
   if (cuda_) cuda_->abort();
   if (cpu_) cpu_->backend->abort();
 }
 
 void ProcessGroupDMuon::shutdown() {
+  if (fork_->forked()) return;
   for (const auto& channel : channels()) channel->shutdown();
   if (cuda_) cuda_->shutdown();
   if (cpu_) cpu_->backend->shutdown();

@@ -83,7 +83,7 @@ WorkPtr ProcessGroupDMuon::reduceScatterOnHost(const char* operation, OpType typ
   }
   auto rest = std::make_shared<HostStaging>(std::move(staging));
   ChainInfo info{rank_, type, sequence_, rest->name(), outputs};
-  return coalesced(afterAll(works, std::move(info), [rest] { rest->finish(); }));
+  return submitted(afterAll(works, std::move(info), [rest] { rest->finish(); }));
 }
 
 WorkPtr ProcessGroupDMuon::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,

@@ -94,6 +94,14 @@ WorkPtr afterAll(const std::vector<WorkPtr>& works, ChainInfo info, std::functio
   return result;
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> futureOf(const WorkPtr& work) {
+  try {
+    return work->getFuture();
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
 WorkPtr waitForAll(std::vector<WorkPtr> works, int rank) {
   return c10::make_intrusive<AllWorks>(std::move(works), rank);
 }

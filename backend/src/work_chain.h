@@ -25,4 +25,7 @@ WorkPtr afterAll(const std::vector<WorkPtr>& works, ChainInfo info, std::functio
 // host, some of which are sends and receives.
 WorkPtr waitForAll(std::vector<WorkPtr> works, int rank);
 
+// Null for a Work that has no future, such as a plain send or receive of Gloo.
+c10::intrusive_ptr<c10::ivalue::Future> futureOf(const WorkPtr& work);
+
 }  // namespace dmuon

@@ -279,7 +279,7 @@ TEST(OwnerCollectives, anOperationReadsItsInputsAfterTheOneItComesAfter) {
       Tensors sum{at::empty({200000})};
       options.flags = {static_cast<uint8_t>(rank == 0 ? 1 : 0)};
       options.after = one;
-      options.flags_from = one;
+      options.inputs_from = one;
       auto two = second->reduceToOwners(tensor, sum, {1}, options);
       two->wait();
       EXPECT_TRUE(one->isCompleted());

@@ -36,6 +36,10 @@
 // that has gone. The group is unusable from then on: every rank of it hears why, in the operations
 // it has pending and in those it submits later, whose Works have failed already when they are
 // returned. The group's ordinary collectives go on as long as the connections are there.
+//
+// Forks. A process forked from the one that made a group cannot use it: submitting, and waiting for
+// what was pending, throw at once. It may drop the group, or end in whatever way, which leaves the
+// parent undisturbed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -64,14 +68,19 @@ struct OwnerOptions {
   // Reductions only: the sum is divided by this at the owner. N (the group's size) gives the mean.
   double divisor = 1.0;
   // How long to wait for a peer, from the moment this operation is the group's next. An operation
-  // with `after` or `flags_from` allows twice as long, since its peers may be held back as well.
+  // with `after` or `inputs_from` allows twice as long, since its peers may be held back as well.
   // Zero means the group's own time-out.
   std::chrono::milliseconds timeout{0};
   // Inputs are read only after this has completed; if it failed, so does this operation, on every
   // rank. It may belong to another group. A Work of cpu tensors.
   WorkPtr after;
-  // Also wait for this OwnerWork's flags and OR them into `flags` (for chains of operations).
-  OwnerWorkPtr flags_from;
+  // The operation that makes the inputs, usually on another group. This one starts when the ranks
+  // of that one have agreed, moves each piece as soon as it has been made there, takes over the
+  // flags (OR-ed into `flags`), and fails on every rank if that one fails.
+  OwnerWorkPtr inputs_from;
+  // inputs_from's output that input i is, or -1 for one that is there already. Empty: wait for all
+  // of inputs_from.
+  std::vector<int64_t> inputs_at;
   // Names the operation in errors, e.g. the unit. Must be equal on all ranks.
   std::string label;
   // A few bytes that ride along and are OR-ed over the ranks. The same length on all ranks; up to

@@ -19,6 +19,9 @@
 //
 // Threads: as c10d's backends, collectives are submitted by one thread at a time; owner collectives
 // may be submitted from others at the same time.
+//
+// Forks: in a process forked from the one that made a group, collectives throw at once; shutdown(),
+// abort() and the destructor do nothing, so that the parent's connections stay as they are.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -33,6 +36,7 @@
 #include <vector>
 
 #include <dmuon/backend/owner_collectives.h>
+#include <dmuon/backend/torch_features.h>
 
 namespace c10d {
 class ProcessGroup;
@@ -42,6 +46,8 @@ namespace dmuon {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 class CpuOwnerCollectives;
+class ForkGuard;
+class Hooks;
 class HostStaging;
 class Transport;
 struct InnerBackend;
@@ -163,6 +169,24 @@ class ProcessGroupDMuon : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
 
+  // Hooks hear of ordinary collectives of CPU tensors and of all owner collectives. Completion
+  // hooks get the operation's own time of owner collectives, without the time spent in the queue;
+  // of others there is none. With an inner CUDA backend that has no such hooks there are no
+  // completion hooks at all, since the end of its operations would be missed.
+#ifdef DMUON_TORCH_HAS_ABORT_HOOKS
+  bool supportsAbortHooks() const override { return true; }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+#ifdef DMUON_TORCH_HAS_COMPLETION_HOOKS
+  bool supportsCompletionHooks() const override;
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override;
+#endif
+  // Makes owner collectives known to the hooks of `group`, which this backend belongs to. Called by
+  // the functions below that take a group.
+  void announceTo(c10d::ProcessGroup& group);
+
   c10d::ErrorType getError() override;
   // Fails the owner collectives that are pending, on all ranks, and aborts the inner backends.
   void abort() override;
@@ -172,6 +196,7 @@ class ProcessGroupDMuon : public c10d::Backend {
  private:
   std::string groupName() const;
   std::string nameOf(const char* operation) const;
+  void requireOwnProcess(const char* operation) const;
 
   // Checks that there are tensors, all on one kind of device, and returns its backend.
   c10d::Backend& backendOf(const char* operation, const std::vector<at::Tensor>& tensors,
@@ -190,7 +215,7 @@ class ProcessGroupDMuon : public c10d::Backend {
   template <typename Call>
   WorkPtr submit(HostStaging& staging, c10d::OpType type, const std::vector<at::Tensor>& outputs,
                  Call&& call);
-  WorkPtr coalesced(WorkPtr work);
+  WorkPtr submitted(WorkPtr work);
   WorkPtr reduceScatterOnHost(const char* operation, c10d::OpType type,
                               const std::vector<at::Tensor>& outputs,
                               const std::vector<std::vector<at::Tensor>>& inputs,
@@ -200,6 +225,9 @@ class ProcessGroupDMuon : public c10d::Backend {
                                                    const std::string& role);
   std::vector<std::shared_ptr<CpuOwnerCollectives>> channels();
 
+  std::unique_ptr<const ForkGuard> fork_;
+  std::shared_ptr<Hooks> hooks_;
+  std::atomic<bool> announced_{false};
   std::shared_ptr<InnerBackend> cpu_;  // null if there is none
   std::shared_ptr<Transport> transport_;
   BackendPtr cuda_;
