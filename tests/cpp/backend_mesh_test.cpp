@@ -180,6 +180,46 @@ TEST_P(MeshCollectives, broadcastDeliversTheOwnersBytesToAllSlots) {
   });
 }
 
+// Many pieces per stage, small tensors between large ones, bf16 summed to fp32, again and again
+// into the same memory: a piece that the second stage took too early would be wrong.
+TEST(Mesh, largeListsAreRightWhileTheStagesOverlap) {
+  constexpr MeshSize kShape{2, 2};
+  Case list;
+  std::vector<Slot> owners;
+  for (int i = 0; i < 10; ++i) {
+    list.shapes.push_back(i % 3 == 2 ? Shape{3, 5 + i} : Shape{256, 700 + 64 * i});
+    list.types.push_back(i % 4 == 3 ? at::kBFloat16 : at::kFloat);
+    owners.push_back({i / 2 % 2, i % 2});
+  }
+  runRanks(4, [&](int rank, const Store& store) {
+    Mesh mesh(store, rank, kShape);
+    Tensors inputs = list.dataOf(rank), outputs(10);
+    for (int i = 0; i < 10; ++i) {
+      if (owners[i] == mesh.slot) outputs[i] = at::empty(list.shapes[i], at::kFloat);
+    }
+    for (int round = 0; round < 5; ++round) {
+      OwnerOptions options;
+      options.divisor = 4;
+      for (at::Tensor& output : outputs) {
+        if (output.defined()) output.fill_(-1);
+      }
+      mesh.collectives->reduceToOwners(inputs, outputs, owners, options)->wait();
+      Tensors copies = list.dataOf(rank);
+      mesh.collectives->broadcastFromOwners(copies, owners)->wait();
+      for (int i = 0; i < 10; ++i) {
+        const std::string what =
+            "tensor " + std::to_string(i) + " in round " + std::to_string(round);
+        if (owners[i] == mesh.slot) {
+          expectSame(outputs[i],
+                     twoStageSum(kShape, i, list.shapes[i], list.types[i], at::kFloat, 4), what);
+        }
+        const int owner = static_cast<int>(owners[i].replicate * 2 + owners[i].shard);
+        expectSame(copies[i], makeData(owner, i, list.shapes[i], list.types[i]), what);
+      }
+    }
+  });
+}
+
 TEST(Mesh, aMeshDimensionOfOneIsNotCommunicatedOn) {
   runRanks(2, [](int rank, const Store& store) {
     // A group of one for the rows, instead of none.
