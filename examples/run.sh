@@ -10,7 +10,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DMUON_VENV:-$root/.venv}
 
-extras=(examples)
+extras=(examples ucx)
 for argument in "$@"; do
   if [[ $argument == --tensorboard* ]]; then extras+=(tensorboard); fi
 done

@@ -58,7 +58,7 @@ case $what in
 esac
 
 set_up() {
-  DMUON_BUILD=$([[ $what == lint ]] && echo 0 || echo 1) bash scripts/setup.sh test examples
+  DMUON_BUILD=$([[ $what == lint ]] && echo 0 || echo 1) bash scripts/setup.sh test examples ucx
 }
 stage "setup and build" set_up || {
   printf '\nsetup or build failed: no test was run\n' >&2

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "message_bytes.h"
 #include "pieces.h"
@@ -14,13 +15,17 @@ std::string refusalOrProposal(const Operation& op) {
   return op.refusal.empty() ? encode(op.proposal) : op.refusal;
 }
 
-// The piece's own memory, or a packed copy.
-Bytes outgoing(const Piece& piece, const std::vector<const void*>& data) {
-  Bytes bytes{adjacentMemory(piece, data), piece.bytes, {}};
-  if (bytes.data) return bytes;
-  bytes = newBytes(piece.bytes);
-  pack(piece, data, bytes.data);
-  return bytes;
+// The piece's own memory, or how to pack it.
+Peers::Payload outgoing(const Piece& piece, const std::vector<const void*>& data) {
+  Peers::Payload payload{piece.bytes, adjacentMemory(piece, data), {}};
+  if (payload.data == nullptr) {
+    payload.write = [&piece, &data](char* to) { pack(piece, data, to); };
+  }
+  return payload;
+}
+
+void append(std::vector<Transfer>& to, std::vector<Transfer> from) {
+  std::move(from.begin(), from.end(), std::back_inserter(to));
 }
 
 }  // namespace
@@ -332,27 +337,33 @@ void Exchange::reduce(Operation& op, const Route& route, const Opening& opening,
     Round round{Phase::payload};
     for (int peer = 0; peer < size_ && i < mine.size(); ++peer) {
       if (peer == rank_) continue;
-      Bytes& place = scratchOf(i, peer);
-      if (!place.owner) place = newBytes(std::min(limits_.piece_bytes, route.blocks[rank_].bytes));
+      Bytes place;
+      if (!peers_->lends(peer)) {
+        place = scratchOf(i, peer);
+        if (!place.owner) {
+          place = newBytes(std::min(limits_.piece_bytes, route.blocks[rank_].bytes));
+          scratchOf(i, peer) = place;
+        }
+      }
       round.receives.push_back(
-          peers_->receive(peer, tag, {place.data, mine[i].bytes, place.owner}));
+          peers_->receivePayload(peer, tag, {place.data, mine[i].bytes, place.owner}));
     }
     // Each rank starts with another owner, so that no owner is everybody's first.
     for (int step = 1; step < size_; ++step) {
       const int peer = (rank_ + step) % size_;
       if (i >= route.pieces[peer].size()) continue;
       awaitInputs(op, round, route.pieces[peer][i].slices);
-      round.sends.push_back(peers_->send(peer, tag, outgoing(route.pieces[peer][i], op.inputs)));
+      append(round.sends,
+             peers_->sendPayload({peer}, tag, outgoing(route.pieces[peer][i], op.inputs)));
     }
     return round;
   };
   runRounds(op, route.rounds(), start, [&](size_t i, Round& round) {
     if (i >= mine.size()) return;
     awaitInputs(op, round, mine[i].slices);
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) parts[rank] = scratchOf(i, rank).data;
-    }
+    for (const Transfer& transfer : round.receives) parts[transfer.peer] = transfer.bytes.data;
     for (const Slice& slice : mine[i].slices) add(slice);
+    round.receives.clear();  // lets go of the peers' memory
     report(op, mine[i].slices);
   });
 }
@@ -373,36 +384,32 @@ void Exchange::broadcast(Operation& op, const Route& route, const Opening& openi
     if (owner == rank_ || route.in_opening[owner]) reportAll(op, route.blocks[owner]);
   }
 
-  std::deque<std::vector<std::pair<const Piece*, Bytes>>> to_unpack;  // by round
+  std::vector<int> others;
+  for (int step = 1; step < size_; ++step) others.push_back((rank_ + step) % size_);
   const auto start = [&](size_t i) {
     Round round{Phase::payload};
-    to_unpack.emplace_back();
     for (int owner = 0; owner < size_; ++owner) {
       if (owner == rank_ || i >= route.pieces[owner].size()) continue;
       const Piece& piece = route.pieces[owner][i];
       Bytes place{adjacentMemory(piece, outputs), piece.bytes, {}};
-      if (!place.data) {
-        place = newBytes(piece.bytes);
-        to_unpack.back().emplace_back(&piece, place);
-      }
-      round.receives.push_back(peers_->receive(owner, tag, std::move(place)));
+      if (!place.data && !peers_->lends(owner)) place = newBytes(piece.bytes);
+      round.receives.push_back(peers_->receivePayload(owner, tag, std::move(place)));
     }
     if (i >= route.pieces[rank_].size()) return round;
     awaitInputs(op, round, route.pieces[rank_][i].slices);
-    const Bytes bytes = outgoing(route.pieces[rank_][i], op.inputs);
-    for (int step = 1; step < size_; ++step) {
-      round.sends.push_back(peers_->send((rank_ + step) % size_, tag, bytes));
-    }
+    append(round.sends,
+           peers_->sendPayload(others, tag, outgoing(route.pieces[rank_][i], op.inputs)));
     return round;
   };
-  runRounds(op, route.rounds(), start, [&](size_t i, Round&) {
-    for (const auto& [piece, bytes] : to_unpack.front()) unpack(*piece, bytes.data, op.outputs);
-    to_unpack.pop_front();
-    for (int owner = 0; owner < size_; ++owner) {
-      if (i < route.pieces[owner].size() && owner != rank_) {
-        report(op, route.pieces[owner][i].slices);
+  runRounds(op, route.rounds(), start, [&](size_t i, Round& round) {
+    for (const Transfer& transfer : round.receives) {
+      const Piece& piece = route.pieces[transfer.peer][i];
+      if (transfer.bytes.data != adjacentMemory(piece, outputs)) {
+        unpack(piece, transfer.bytes.data, op.outputs);
       }
+      report(op, piece.slices);
     }
+    round.receives.clear();  // lets go of the peers' memory
   });
 }
 

@@ -12,4 +12,16 @@ Bytes newBytes(int64_t size) {
   return {static_cast<char*>(owner.get()), size, owner};
 }
 
+std::vector<Transfer> Peers::sendPayload(const std::vector<int>& to, int tag,
+                                         const Payload& payload) {
+  Bytes bytes{const_cast<char*>(payload.data), payload.size, {}};
+  if (payload.data == nullptr) {
+    bytes = newBytes(payload.size);
+    payload.write(bytes.data);
+  }
+  std::vector<Transfer> transfers;
+  for (int peer : to) transfers.push_back(send(peer, tag, bytes));
+  return transfers;
+}
+
 }  // namespace dmuon

@@ -6,9 +6,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace dmuon {
@@ -62,6 +64,22 @@ class Peers {
   // throws: a transfer that could not be started says so when it is waited for.
   virtual Transfer send(int peer, int tag, Bytes bytes) = 0;
   virtual Transfer receive(int peer, int tag, Bytes bytes) = 0;
+
+  // Payload that goes to several peers, or that has to be packed first.
+  struct Payload {
+    int64_t size = 0;
+    const char* data = nullptr;        // null if it isn't in one piece
+    std::function<void(char*)> write;  // puts it there, in one piece
+  };
+  // As send() to each of `to`. A payload may be received in other memory than that given: what is
+  // then in transfer.bytes belongs to the sender, and must be let go of soon.
+  virtual std::vector<Transfer> sendPayload(const std::vector<int>& to, int tag,
+                                            const Payload& payload);
+  // Whether the payloads of `peer` come so. `bytes.data` may then be null.
+  virtual bool lends(int peer) const { return false; }
+  virtual Transfer receivePayload(int peer, int tag, Bytes bytes) {
+    return receive(peer, tag, std::move(bytes));
+  }
 
   // `gone` fills transfer.failure; after `timed_out`, wait again at will. From one thread at a
   // time.

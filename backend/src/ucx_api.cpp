@@ -83,6 +83,14 @@ UcxApi load() {
   find(library, "ucp_tag_recv_nbx", api.tag_recv_nbx);
   find(library, "ucp_request_cancel", api.request_cancel);
   find(library, "ucp_request_free", api.request_free);
+  find(library, "ucp_mem_map", api.mem_map);
+  find(library, "ucp_mem_query", api.mem_query);
+  find(library, "ucp_mem_unmap", api.mem_unmap);
+  find(library, "ucp_rkey_pack", api.rkey_pack);
+  find(library, "ucp_rkey_buffer_release", api.rkey_buffer_release);
+  find(library, "ucp_ep_rkey_unpack", api.ep_rkey_unpack);
+  find(library, "ucp_rkey_ptr", api.rkey_ptr);
+  find(library, "ucp_rkey_destroy", api.rkey_destroy);
   find(library, "ucs_status_string", api.status_string);
   leaveOutGpuModules(library);
   return api;

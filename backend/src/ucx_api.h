@@ -30,6 +30,14 @@ struct UcxApi {
   decltype(&::ucp_tag_recv_nbx) tag_recv_nbx;
   decltype(&::ucp_request_cancel) request_cancel;
   decltype(&::ucp_request_free) request_free;
+  decltype(&::ucp_mem_map) mem_map;
+  decltype(&::ucp_mem_query) mem_query;
+  decltype(&::ucp_mem_unmap) mem_unmap;
+  decltype(&::ucp_rkey_pack) rkey_pack;
+  decltype(&::ucp_rkey_buffer_release) rkey_buffer_release;
+  decltype(&::ucp_ep_rkey_unpack) ep_rkey_unpack;
+  decltype(&::ucp_rkey_ptr) rkey_ptr;
+  decltype(&::ucp_rkey_destroy) rkey_destroy;
   decltype(&::ucs_status_string) status_string;
 
   // Loads the library once per process. Looked for, in this order: the file that

@@ -1,6 +1,10 @@
 // Messages of a group over UCX.
 //
-// A tag has, from the top: 17 bits for the receiver's inbox of the group, 1 for set-up, 16 for the
+// Payload between processes of one host goes through the sender's pool (ucx_pool.h), if the
+// receiver can read that; everything else as messages.
+//
+// A tag has, from the top: 17 bits for the receiver's inbox of the group, 1 for what goes aside of
+// the order of messages (set-up, and payload behind a ticket), 16 for the
 // sender's rank in the group, 30 for the caller's tag.
 #pragma once
 

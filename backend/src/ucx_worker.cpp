@@ -88,7 +88,7 @@ void UcxWorker::makeContext() {
   by_default("KEEPALIVE_INTERVAL", "1s");
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
-  params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
+  params.features = UCP_FEATURE_TAG | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
   params.name = "dmuon";
   const ucs_status_t status =
       api_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
@@ -108,6 +108,11 @@ void UcxWorker::makeWorker() {
   contact_.address.assign(reinterpret_cast<const char*>(address), length);
   contact_.host = allowsSharedMemory() ? hostId() : 0;
   contact_.pid = process_;
+  pool_ = std::make_unique<UcxPool>(api_, context_);
+  if (contact_.host != 0 && pool_->available()) {
+    contact_.pool = pool_->address();
+    contact_.pool_key = pool_->key();
+  }
   api_.worker_release_address(worker_, address);
 }
 
@@ -136,6 +141,8 @@ UcxEndpoint& UcxWorker::connect(const UcxContact& contact) {
   if (local) {
     endpoint->process = std::make_unique<ProcessWatch>(contact.pid);
     local_.push_back(endpoint.get());
+    auto pool = std::make_unique<UcxPoolView>(api_, endpoint->ep, contact.pool, contact.pool_key);
+    if (pool->available()) endpoint->pool = std::move(pool);
   }
   known = std::move(endpoint);
   return *known;
@@ -202,6 +209,7 @@ UcxRequestPtr UcxWorker::receive(const Bytes& bytes, uint64_t tag) {
   request->memory = bytes.owner;
   request->self = request;
   request->receives = true;
+  request->tag = tag;
   ucp_tag_recv_info_t info{};
   ucp_request_param_t params{};
   params.op_attr_mask =

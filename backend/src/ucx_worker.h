@@ -39,6 +39,7 @@
 #include "host_process.h"
 #include "peers.h"
 #include "ucx_api.h"
+#include "ucx_pool.h"
 
 namespace dmuon {
 
@@ -46,13 +47,16 @@ namespace dmuon {
 struct UcxContact {
   uint64_t host = 0;  // zero if it cannot use shared memory
   int64_t pid = 0;
-  std::string address;  // UCX's
+  uint64_t pool = 0;     // address there; zero if there is none
+  std::string pool_key;  // UCX's
+  std::string address;   // UCX's
 };
 
 // A connection to another process.
 struct UcxEndpoint {
   ucp_ep_h ep = nullptr;
   std::unique_ptr<ProcessWatch> process;  // of this host; else null
+  std::unique_ptr<UcxPoolView> pool;      // null if it cannot be read from here
   std::atomic<bool> failed{false};
   std::string failure;  // written before `failed`
 };
@@ -60,6 +64,7 @@ struct UcxEndpoint {
 // A message under way.
 struct UcxRequest {
   bool receives = false;
+  uint64_t tag = 0;
   std::atomic<bool> ended{false};
   ucs_status_t status = UCS_OK;  // once ended
   int64_t received = 0;          // once ended, of a receive
@@ -79,6 +84,7 @@ class UcxWorker {
   // Different for every group of the process: the part of a tag that the receiver chooses.
   uint64_t newInbox() { return next_inbox_++; }
 
+  UcxPool& pool() { return *pool_; }
   // The same endpoint for the same process, for ever.
   UcxEndpoint& connect(const UcxContact& contact);
 
@@ -125,6 +131,7 @@ class UcxWorker {
   const int process_;
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
+  std::unique_ptr<UcxPool> pool_;
   int event_fd_ = -1;
   UcxContact contact_;
   std::atomic<uint64_t> next_inbox_{1};
