@@ -37,6 +37,7 @@ struct Contact {
   uint64_t host = 0;
   int64_t pid = 0;
   uint64_t pool = 0;
+  int64_t pool_slots = 0;
   uint64_t pool_key_bytes = 0;
 };
 
@@ -57,7 +58,7 @@ struct Flight {
 std::string ucxContact() {
   UcxWorker& worker = UcxWorker::get();
   const UcxContact& own = worker.contact();
-  const Contact contact{worker.newInbox() % kInboxes, own.host, own.pid, own.pool,
+  const Contact contact{worker.newInbox() % kInboxes, own.host, own.pid, own.pool, own.pool_slots,
                         own.pool_key.size()};
   return std::string(reinterpret_cast<const char*>(&contact), sizeof(contact)) + own.pool_key +
          own.address;
@@ -263,9 +264,9 @@ UcxTransport::UcxTransport(const std::vector<std::string>& contacts, int rank,
       throw std::runtime_error("rank " + std::to_string(r) + " has told " +
                                std::to_string(contacts[r].size()) + " bytes, too few to reach it");
     }
-    peer.endpoint = &worker.connect({contact.host, contact.pid, contact.pool,
-                                     contacts[r].substr(sizeof(contact), contact.pool_key_bytes),
-                                     contacts[r].substr(address)});
+    peer.endpoint = &worker.connect(
+        {contact.host, contact.pid, contact.pool, static_cast<int>(contact.pool_slots),
+         contacts[r].substr(sizeof(contact), contact.pool_key_bytes), contacts[r].substr(address)});
   }
   // A message to and from everybody: connections are made now, not in a collective. It says whether
   // the sender reads the receiver's pool.

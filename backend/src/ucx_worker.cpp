@@ -111,6 +111,7 @@ void UcxWorker::makeWorker() {
   pool_ = std::make_unique<UcxPool>(api_, context_);
   if (contact_.host != 0 && pool_->available()) {
     contact_.pool = pool_->address();
+    contact_.pool_slots = pool_->slots();
     contact_.pool_key = pool_->key();
   }
   api_.worker_release_address(worker_, address);
@@ -141,7 +142,8 @@ UcxEndpoint& UcxWorker::connect(const UcxContact& contact) {
   if (local) {
     endpoint->process = std::make_unique<ProcessWatch>(contact.pid);
     local_.push_back(endpoint.get());
-    auto pool = std::make_unique<UcxPoolView>(api_, endpoint->ep, contact.pool, contact.pool_key);
+    auto pool = std::make_unique<UcxPoolView>(api_, endpoint->ep, contact.pool, contact.pool_slots,
+                                              contact.pool_key);
     if (pool->available()) endpoint->pool = std::move(pool);
   }
   known = std::move(endpoint);

@@ -47,7 +47,8 @@ namespace dmuon {
 struct UcxContact {
   uint64_t host = 0;  // zero if it cannot use shared memory
   int64_t pid = 0;
-  uint64_t pool = 0;     // address there; zero if there is none
+  uint64_t pool = 0;     // address there
+  int pool_slots = 0;    // zero if there is none
   std::string pool_key;  // UCX's
   std::string address;   // UCX's
 };
