@@ -47,6 +47,15 @@ Transfer start(int peer, Bytes bytes, std::mutex& submission, Start&& start_work
 
 std::unique_ptr<Peers> GlooTransport::newPeers() { return std::make_unique<GlooPeers>(inner_); }
 
+// Large enough that a message's own cost does not count, and small enough that the sum of one piece
+// and the wires of the next overlap.
+Peers::Limits GlooPeers::limits() const {
+  Limits limits;
+  limits.piece_bytes = 1 << 20;
+  limits.pieces_ahead = 4;
+  return limits;
+}
+
 Transfer GlooPeers::send(int peer, int tag, Bytes bytes) {
   return start(peer, std::move(bytes), inner_->submission,
                [&](auto& list) { return inner_->backend->send(list, peer, tag); });

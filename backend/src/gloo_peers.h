@@ -54,6 +54,7 @@ class GlooPeers final : public Peers {
   GlooPeers(const GlooPeers&) = delete;
   GlooPeers& operator=(const GlooPeers&) = delete;
 
+  Limits limits() const override;
   Transfer send(int peer, int tag, Bytes bytes) override;
   Transfer receive(int peer, int tag, Bytes bytes) override;
   Outcome wait(Transfer& transfer, Clock::time_point deadline) override;
