@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -67,6 +68,41 @@ TYPED_TEST(SumBlocks, addsInBlockOrderAndRoundsOnce) {
             << numel << " elements, " << count << " blocks, at " << i;
       }
     }
+  }
+}
+
+// Over random bits: subnormals, infinities, what overflows, and NaNs (whose bits may differ).
+TYPED_TEST(SumBlocks, bothLoopsGiveTheSameBits) {
+  using T = TypeParam;
+  using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  if (!canSumWide()) GTEST_SKIP() << "this processor has no AVX2 and F16C";
+  constexpr int64_t kNumel = 70001;
+  std::mt19937_64 random(7);
+  std::vector<std::vector<T>> blocks(3, std::vector<T>(kNumel));
+  for (auto& block : blocks) {
+    for (T& value : block) {
+      const uint64_t bits = random();
+      std::memcpy(&value, &bits, sizeof(T));
+    }
+  }
+  const void* pointers[] = {blocks[0].data(), blocks[1].data(), blocks[2].data()};
+  const auto type = TypeOf<T>::value;
+  const auto compare = [&](auto zero, c10::ScalarType out_type, int count) {
+    using Out = decltype(zero);
+    std::vector<Out> narrow(kNumel), wide(kNumel);
+    sumBlocks(type, pointers, count, kNumel, 3.0, out_type, narrow.data(), false);
+    sumBlocks(type, pointers, count, kNumel, 3.0, out_type, wide.data(), true);
+    for (int64_t i = 0; i < kNumel; ++i) {
+      if (std::isnan(static_cast<double>(narrow[i])) && std::isnan(static_cast<double>(wide[i]))) {
+        continue;
+      }
+      ASSERT_EQ(std::memcmp(&narrow[i], &wide[i], sizeof(Out)), 0)
+          << i << ": " << static_cast<double>(narrow[i]) << " " << static_cast<double>(wide[i]);
+    }
+  };
+  for (int count : {1, 3}) {
+    compare(T{}, type, count);
+    compare(Acc{}, accumulationType(type), count);
   }
 }
 
