@@ -16,6 +16,9 @@ write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/dmuonConfigVersion.
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/dmuonConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/dmuonConfigVersion.cmake cmake/DmuonTorch.cmake
   DESTINATION ${DMUON_CMAKE_DIR})
+if(DMUON_BUILD_TOOLS)
+  install(TARGETS dmuon_perf RUNTIME DESTINATION ${DMUON_PREFIX}bin)
+endif()
 if(SKBUILD AND DMUON_BUILD_PYTHON)
   install(TARGETS _C LIBRARY DESTINATION dmuon)
   install(FILES ${DMUON_PYTHON_OUTPUT}/_build_info.py DESTINATION dmuon)

@@ -11,15 +11,17 @@ struct Options {
   int ranks = 4;  // forked, unless RANK and WORLD_SIZE are set
   std::vector<std::string> ops{"reduce", "broadcast"};
   std::vector<std::string> transports;  // default: both that this build has
-  std::string owners = "spread";
+  std::vector<std::string> owners{"spread"};
   std::string dtype = "float";
   int64_t begin = 1 << 10;  // bytes per tensor
   int64_t end = 1 << 20;
   int64_t factor = 4;
   int tensors = 32;
   int iterations = 10;
-  int repeats = 3;
+  int repeats = 5;
+  int warmup = 2;
   bool baseline = true;
+  bool spoil = false;
   std::string json;  // file; empty: none
 
   // Exits with the usage text on an unknown option or value.
