@@ -8,10 +8,11 @@
 #include <dmuon/backend/owner_collectives.h>
 
 #include "operation_queue.h"
+#include "owner_channel.h"
 
 namespace dmuon {
 
-class CpuOwnerCollectives final : public OwnerCollectives {
+class CpuOwnerCollectives final : public OwnerChannel {
  public:
   // `transport` may be null if size is 1. `role` becomes part of the name.
   CpuOwnerCollectives(std::shared_ptr<Transport> transport, int rank, int size, int channel,
@@ -32,8 +33,8 @@ class CpuOwnerCollectives final : public OwnerCollectives {
   void drain() override { queue_->drain(); }
   void abort(const std::string& reason) override { queue_->abort(reason); }
 
-  void setTimeout(std::chrono::milliseconds timeout) { queue_->setTimeout(timeout); }
-  void shutdown() { queue_->shutdown(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { queue_->setTimeout(timeout); }
+  void shutdown() override { queue_->shutdown(); }
 
  private:
   OwnerWorkPtr submit(const OperationPtr& op, c10d::OpType type,

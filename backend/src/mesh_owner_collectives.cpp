@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "cpu_owner_collectives.h"
+#include "nccl_owner_collectives.h"
+#include "staged_work.h"
 
 namespace dmuon {
 namespace {
@@ -76,9 +78,10 @@ OwnerOptions secondStage(const OwnerOptions& options, std::string must_match,
 }
 
 // One Work for both stages. A rank's second stage may end before its first, which may still be
-// sending to others.
+// sending to others. (On a device, its stream comes after that of the first.)
 OwnerWorkPtr wholeWork(const OwnerWorkPtr& one, const OwnerWorkPtr& two, int rank,
                        const std::string& name, Tensors outputs) {
+  if (auto staged = stagedOnDevice(one, two, rank, outputs)) return staged;
   auto whole = c10::make_intrusive<HostWork>(rank, two->retrieveOpType(), two->getSequencenumber(),
                                              name, std::move(outputs), kNoTimeout);
   auto pending = std::make_shared<std::atomic<int>>(2);
@@ -146,16 +149,24 @@ struct ColumnPart {
 }  // namespace
 
 MeshOwnerCollectives::MeshOwnerCollectives(std::shared_ptr<OwnerCollectives> replicate,
-                                           std::shared_ptr<OwnerCollectives> shard)
+                                           std::shared_ptr<OwnerCollectives> shard,
+                                           c10::DeviceType device)
     : replicate_(std::move(replicate)), shard_(std::move(shard)) {
-  if (!replicate_ && !shard_) {
+  if (replicate_ || shard_) return;
+  if (device == c10::DeviceType::CPU) {
     shard_ = std::make_shared<CpuOwnerCollectives>(nullptr, 0, 1, 0, "one rank", "",
                                                    std::chrono::minutes(30));
+  } else {
+    shard_ = NcclOwnerCollectives::ofOneRank(device);
   }
 }
 
 int64_t MeshOwnerCollectives::replicateSize() const { return replicate_ ? replicate_->size() : 1; }
 int64_t MeshOwnerCollectives::shardSize() const { return shard_ ? shard_->size() : 1; }
+
+c10::Device MeshOwnerCollectives::device() const {
+  return shard_ ? shard_->device() : replicate_->device();
+}
 
 Slot MeshOwnerCollectives::slot() const {
   return {replicate_ ? replicate_->rank() : 0, shard_ ? shard_->rank() : 0};
@@ -171,7 +182,7 @@ OwnerWorkPtr MeshOwnerCollectives::reduceToOwners(Tensors inputs, Tensors output
   // Everything is checked before anything is submitted, so that a refusal reaches both groups.
   const OperationPtr whole =
       makeReduce(inputs, outputs, flat, options, static_cast<int>(mesh.flat(mesh.self)),
-                 static_cast<int>(mesh.rows * mesh.columns));
+                 static_cast<int>(mesh.rows * mesh.columns), device());
   if (refusal.empty()) refusal = whole->refusal;
   if (!refusal.empty()) {
     refuse({shard_.get(), replicate_.get()}, *whole, options, name + ": " + refusal);
@@ -211,7 +222,7 @@ OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
   std::string refusal = flatten(mesh, owners, flat);
   const OperationPtr whole =
       makeBroadcast(tensors, flat, options, static_cast<int>(mesh.flat(mesh.self)),
-                    static_cast<int>(mesh.rows * mesh.columns));
+                    static_cast<int>(mesh.rows * mesh.columns), device());
   if (refusal.empty()) refusal = whole->refusal;
   if (!refusal.empty()) {
     refuse({replicate_.get(), shard_.get()}, *whole, options, name + ": " + refusal);

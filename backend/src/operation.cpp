@@ -14,10 +14,11 @@ std::string describe(const at::Tensor& tensor) {
 }
 
 // Raw memory is read and written, so a tensor must be exactly its memory.
-void requirePlain(const char* what, size_t i, const at::Tensor& tensor) {
+void requirePlain(const char* what, size_t i, const at::Tensor& tensor, c10::Device device) {
   TORCH_CHECK_VALUE(tensor.defined(), what, " ", i, " is undefined");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), what, " ", i, " (", describe(tensor), ") is on ",
-                    tensor.device(), ", but this group's owner collectives move cpu tensors only");
+  TORCH_CHECK_VALUE(tensor.device() == device, what, " ", i, " (", describe(tensor), ") is on ",
+                    tensor.device(), ", but this group's owner collectives move ", device,
+                    " tensors only");
   TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, what, " ", i, " (", describe(tensor),
                     ") has layout ", tensor.layout(), ", but must be dense");
   TORCH_CHECK_VALUE(tensor.is_contiguous(), what, " ", i, " (", describe(tensor), " with strides ",
@@ -37,7 +38,7 @@ void requireOwner(size_t i, int64_t owner, int size) {
 
 // On the owner only: where the sum of `input` goes.
 void requireOutput(size_t i, const at::Tensor& input, const at::Tensor& output) {
-  requirePlain("output", i, output);
+  requirePlain("output", i, output, input.device());
   TORCH_CHECK_VALUE(output.sizes() == input.sizes(), "output ", i, " is ", describe(output),
                     ", but its input is ", describe(input));
   const auto accumulation = accumulationType(input.scalar_type());
@@ -56,8 +57,8 @@ TensorSpec specOf(const at::Tensor& tensor, int64_t owner) {
 }
 
 void addReduceTensor(Operation& op, size_t i, const at::Tensor& input, const at::Tensor& output,
-                     int64_t owner, int rank, int size) {
-  requirePlain("input", i, input);
+                     int64_t owner, int rank, int size, c10::Device device) {
+  requirePlain("input", i, input, device);
   TORCH_CHECK_VALUE(isReducible(input.scalar_type()), "input ", i, " (", describe(input),
                     ") cannot be summed: its dtype must be Half, BFloat16, Float or Double");
   requireOwner(i, owner, size);
@@ -76,8 +77,8 @@ void addReduceTensor(Operation& op, size_t i, const at::Tensor& input, const at:
 }
 
 void addBroadcastTensor(Operation& op, size_t i, const at::Tensor& tensor, int64_t owner, int rank,
-                        int size) {
-  requirePlain("tensor", i, tensor);
+                        int size, c10::Device device) {
+  requirePlain("tensor", i, tensor, device);
   requireOwner(i, owner, size);
   op.inputs.push_back(owner == rank ? tensor.const_data_ptr() : nullptr);
   op.outputs.push_back(owner == rank ? nullptr : tensor.mutable_data_ptr());
@@ -138,25 +139,25 @@ OperationPtr filled(OperationPtr op, Fill&& fill) {
 
 OperationPtr makeReduce(const std::vector<at::Tensor>& inputs,
                         const std::vector<at::Tensor>& outputs, const std::vector<int64_t>& owners,
-                        OwnerOptions options, int rank, int size) {
+                        OwnerOptions options, int rank, int size, c10::Device device) {
   OperationPtr op = begin(OwnerOp::reduce, std::move(options), outputs);
   return filled(op, [&] {
     requireSameLength("outputs", inputs.size(), outputs.size());
     requireSameLength("owners", inputs.size(), owners.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
-      addReduceTensor(*op, i, inputs[i], outputs[i], owners[i], rank, size);
+      addReduceTensor(*op, i, inputs[i], outputs[i], owners[i], rank, size, device);
     }
   });
 }
 
 OperationPtr makeBroadcast(const std::vector<at::Tensor>& tensors,
                            const std::vector<int64_t>& owners, OwnerOptions options, int rank,
-                           int size) {
+                           int size, c10::Device device) {
   OperationPtr op = begin(OwnerOp::broadcast, std::move(options), tensors);
   return filled(op, [&] {
     requireSameLength("owners", tensors.size(), owners.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
-      addBroadcastTensor(*op, i, tensors[i], owners[i], rank, size);
+      addBroadcastTensor(*op, i, tensors[i], owners[i], rank, size, device);
     }
   });
 }

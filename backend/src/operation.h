@@ -43,13 +43,15 @@ struct Operation {
 
 using OperationPtr = std::shared_ptr<Operation>;
 
-// Both return an operation in any case; bad arguments make its `refusal`.
+// Both return an operation in any case; bad arguments make its `refusal`. All tensors must be on
+// `device`.
 OperationPtr makeReduce(const std::vector<at::Tensor>& inputs,
                         const std::vector<at::Tensor>& outputs, const std::vector<int64_t>& owners,
-                        OwnerOptions options, int rank, int size);
+                        OwnerOptions options, int rank, int size,
+                        c10::Device device = c10::DeviceType::CPU);
 OperationPtr makeBroadcast(const std::vector<at::Tensor>& tensors,
                            const std::vector<int64_t>& owners, OwnerOptions options, int rank,
-                           int size);
+                           int size, c10::Device device = c10::DeviceType::CPU);
 
 // "dmuon: reduce_to_owners on group 'shard' rank 2 of 4".
 std::string nameOnGroup(const char* operation, const std::string& group, int rank, int size);

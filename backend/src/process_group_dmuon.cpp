@@ -10,6 +10,7 @@
 #include "gloo_backend.h"
 #include "gloo_peers.h"
 #include "hooks.h"
+#include "nccl_owner_collectives.h"
 #include "transport.h"
 
 namespace dmuon {
@@ -49,8 +50,11 @@ c10::intrusive_ptr<c10d::Store> storeFor(const char* device,
   return c10::make_intrusive<c10d::PrefixStore>(std::string("dmuon/") + device, store);
 }
 
-c10::intrusive_ptr<ProcessGroupDMuon::Options> ownOptions(const OptionsPtr& wanted) {
-  auto options = c10::make_intrusive<ProcessGroupDMuon::Options>(wanted->timeout);
+// For a group made from one with the options `from`.
+c10::intrusive_ptr<ProcessGroupDMuon::Options> ownOptions(const OptionsPtr& wanted,
+                                                          const ProcessGroupDMuon::Options& from) {
+  auto options = c10::make_intrusive<ProcessGroupDMuon::Options>(from);
+  options->timeout = wanted->timeout;
   options->group_name = wanted->group_name;
   options->group_desc = wanted->group_desc;
   options->global_ranks_in_group = wanted->global_ranks_in_group;
@@ -66,7 +70,8 @@ ProcessGroupDMuon::ProcessGroupDMuon(int rank, int size, BackendPtr cpu, Backend
       fork_(std::make_unique<ForkGuard>()),
       hooks_(std::make_shared<Hooks>()),
       cuda_(std::move(cuda)),
-      options_(std::move(options)) {
+      options_(std::move(options)),
+      store_(store) {
   TORCH_CHECK_VALUE(cpu || cuda_, "dmuon: a group needs an inner backend for cpu or for cuda");
   if (cpu) {
     requireShape("cpu", cpu, rank, size);
@@ -110,43 +115,84 @@ std::string ProcessGroupDMuon::nameOf(const char* operation) const {
   return nameOnGroup(operation, groupName(), rank_, size_);
 }
 
-std::shared_ptr<CpuOwnerCollectives> ProcessGroupDMuon::makeChannel(c10::DeviceType device,
-                                                                    int number,
-                                                                    const std::string& role) {
-  TORCH_CHECK(device == c10::DeviceType::CPU && cpu_, nameOf("owner collectives"),
-              ": there are none for ", c10::DeviceTypeName(device, true),
-              ". This build has them for cpu tensors; the group has inner ", "backends for",
+std::shared_ptr<OwnerChannel> ProcessGroupDMuon::makeChannel(c10::DeviceType device, int number,
+                                                             const std::string& role) {
+  TORCH_CHECK(innerBackend(device), nameOf("owner collectives"), ": there are none for ",
+              c10::DeviceTypeName(device, true), ". The group has inner backends for",
               cpu_ ? " cpu" : "", cuda_ ? " cuda" : "");
-  auto channel = std::make_shared<CpuOwnerCollectives>(
-      transport_, rank_, size_, number, groupName(), role, options_->timeout, hooks_);
-  channels_.erase(std::remove_if(channels_.begin(), channels_.end(),
-                                 [](const auto& known) { return known.expired(); }),
-                  channels_.end());
-  channels_.push_back(channel);
+  std::shared_ptr<NcclApi> api;
+  try {
+    api = ncclApiFor(device);
+  } catch (const NcclError& error) {
+    TORCH_CHECK(false, nameOf("owner collectives"), ": there are none for ",
+                c10::DeviceTypeName(device, true), ": ", error.what());
+  }
+  std::shared_ptr<OwnerChannel> channel;
+  if (api) {
+    channel = makeNcclChannel(api, number, role);
+  } else {
+    channel = std::make_shared<CpuOwnerCollectives>(transport_, rank_, size_, number, groupName(),
+                                                    role, options_->timeout, hooks_);
+  }
+  addChannel(channel);
   return channel;
+}
+
+std::shared_ptr<OwnerChannel> ProcessGroupDMuon::makeNcclChannel(
+    const std::shared_ptr<NcclApi>& api, int number, const std::string& role) {
+  NcclOwnerCollectives::Setting setting;
+  setting.api = api;
+  if (store_) setting.store = c10::make_intrusive<c10d::PrefixStore>("nccl", store_);
+  setting.rank = rank_;
+  setting.size = size_;
+  setting.number = number;
+  setting.group = groupName();
+  setting.role = role;
+  setting.device = api->currentDevice();
+  if (bound_device_id_ && bound_device_id_->type() == setting.device.type()) {
+    setting.device = *bound_device_id_;
+  }
+  setting.mode =
+      NcclMode{options_->nccl_deterministic, options_->nccl_fp32_accumulation}.withEnvironment();
+  setting.timeout = options_->timeout;
+  setting.hooks = hooks_;
+  if (transport_ && size_ > 1 && debugWanted()) {
+    // Number 0 is the CPU's own channel, if there is one.
+    auto host = std::make_shared<CpuOwnerCollectives>(transport_, rank_, size_,
+                                                      number == 0 ? kMaxChannels - 1 : number,
+                                                      groupName(), role, options_->timeout);
+    addChannel(host);
+    setting.host_channel = host;
+  }
+  return std::make_shared<NcclOwnerCollectives>(setting);
+}
+
+void ProcessGroupDMuon::addChannel(const std::shared_ptr<OwnerChannel>& channel) {
+  std::erase_if(channels_, [](const auto& known) { return known.expired(); });
+  channels_.push_back(channel);
 }
 
 std::shared_ptr<OwnerCollectives> ProcessGroupDMuon::ownerCollectives(c10::DeviceType device) {
   requireOwnProcess("owner collectives");
   std::lock_guard<std::mutex> lock(channel_mutex_);
-  if (!own_channel_ || device != c10::DeviceType::CPU) own_channel_ = makeChannel(device, 0, "");
-  return own_channel_;
+  auto& channel = own_channels_[device];
+  if (!channel) channel = makeChannel(device, 0, "");
+  return channel;
 }
 
 std::shared_ptr<OwnerCollectives> ProcessGroupDMuon::newOwnerCollectives(c10::DeviceType device,
                                                                          const std::string& role) {
   requireOwnProcess("new owner collectives");
   std::lock_guard<std::mutex> lock(channel_mutex_);
-  TORCH_CHECK(next_channel_ < kMaxChannels, nameOf("new owner collectives"), ": ", kMaxChannels,
+  TORCH_CHECK(next_channel_ < kMaxChannels - 1, nameOf("new owner collectives"), ": ", kMaxChannels,
               " have been made already, which is all the tags have room for");
-  auto channel = makeChannel(device, next_channel_, role);
-  ++next_channel_;
-  return channel;
+  // Not to be used again, also if this fails: the ranks have left traces of it in the store.
+  return makeChannel(device, next_channel_++, role);
 }
 
-std::vector<std::shared_ptr<CpuOwnerCollectives>> ProcessGroupDMuon::channels() {
+std::vector<std::shared_ptr<OwnerChannel>> ProcessGroupDMuon::channels() {
   std::lock_guard<std::mutex> lock(channel_mutex_);
-  std::vector<std::shared_ptr<CpuOwnerCollectives>> alive;
+  std::vector<std::shared_ptr<OwnerChannel>> alive;
   for (const auto& known : channels_) {
     if (auto channel = known.lock()) alive.push_back(std::move(channel));
   }
@@ -166,7 +212,7 @@ BackendPtr ProcessGroupDMuon::split(const c10::intrusive_ptr<c10d::Store>& store
   if (self == ranks.end()) return {};
   return c10::make_intrusive<ProcessGroupDMuon>(
       static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()), std::move(cpu),
-      std::move(cuda), ownOptions(opts), storeFor("transport", store));
+      std::move(cuda), ownOptions(opts, *options_), storeFor("transport", store));
 }
 
 BackendPtr ProcessGroupDMuon::merge(const c10::intrusive_ptr<c10d::Store>& store,
@@ -179,7 +225,8 @@ BackendPtr ProcessGroupDMuon::merge(const c10::intrusive_ptr<c10d::Store>& store
   }
   if (cuda_) cuda = cuda_->merge(storeFor("cuda", store), innerOptions(cuda_, opts), rank, size);
   return c10::make_intrusive<ProcessGroupDMuon>(rank, size, std::move(cpu), std::move(cuda),
-                                                ownOptions(opts), storeFor("transport", store));
+                                                ownOptions(opts, *options_),
+                                                storeFor("transport", store));
 }
 
 void ProcessGroupDMuon::setTimeout(std::chrono::milliseconds timeout) {

@@ -13,6 +13,13 @@ class ProcessGroupDMuon:
     """The backend "dmuon": standard collectives go to an inner backend by the tensors' device."""
 
     class Options:
+        """For ``init_process_group(..., pg_options=...)``. How owner collectives of CUDA tensors
+        add up: by default as NCCL does; ``nccl_deterministic``: bit for bit as on the CPU, in rank
+        order and fp32; ``nccl_fp32_accumulation``: the same for fp16 and bf16 only. The environment
+        variables DMUON_NCCL_DETERMINISTIC and DMUON_NCCL_FP32_ACCUMULATION override them."""
+
+        nccl_deterministic: bool
+        nccl_fp32_accumulation: bool
         def __init__(self) -> None: ...
 
     def __init__(
@@ -25,6 +32,8 @@ class ProcessGroupDMuon:
         timeout: timedelta,
         group_name: str = ...,
         store: Any | None = ...,
+        nccl_deterministic: bool = ...,
+        nccl_fp32_accumulation: bool = ...,
     ) -> None:
         """``store``: where the ranks meet to set up the transport of the owner collectives of CPU
         tensors, which ``DMUON_TRANSPORT`` chooses; without one it is the backend ``cpu`` itself."""

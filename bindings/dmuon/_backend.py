@@ -22,6 +22,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
             "dmuon: pg_options must be dmuon.ProcessGroupDMuon.Options or None, got "
             f"{type(backend_options).__name__}"
         )
+    chosen = backend_options or _C.ProcessGroupDMuon.Options()
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout
     store = options.store
@@ -39,6 +40,8 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
         timeout=timeout,
         group_name=str(getattr(options, "group_id", "")),
         store=dist.PrefixStore("dmuon/transport", store),
+        nccl_deterministic=chosen.nccl_deterministic,
+        nccl_fp32_accumulation=chosen.nccl_fp32_accumulation,
     )
 
 

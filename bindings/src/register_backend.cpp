@@ -87,13 +87,18 @@ void registerProcessGroup(py::module_& m) {
   py::class_<ProcessGroupDMuon, Backend, NoGilPtr<ProcessGroupDMuon>> group(m, "ProcessGroupDMuon");
   py::class_<ProcessGroupDMuon::Options, Backend::Options,
              c10::intrusive_ptr<ProcessGroupDMuon::Options>>(group, "Options")
-      .def(py::init<>());
+      .def(py::init<>())
+      .def_readwrite("nccl_deterministic", &ProcessGroupDMuon::Options::nccl_deterministic)
+      .def_readwrite("nccl_fp32_accumulation", &ProcessGroupDMuon::Options::nccl_fp32_accumulation);
   group
       .def(
           py::init([](int rank, int size, const BackendPtr& cpu, const BackendPtr& cuda,
                       std::chrono::milliseconds timeout, const std::string& group_name,
-                      const std::optional<c10::intrusive_ptr<c10d::Store>>& store) {
+                      const std::optional<c10::intrusive_ptr<c10d::Store>>& store,
+                      bool nccl_deterministic, bool nccl_fp32_accumulation) {
             auto options = c10::make_intrusive<ProcessGroupDMuon::Options>();
+            options->nccl_deterministic = nccl_deterministic;
+            options->nccl_fp32_accumulation = nccl_fp32_accumulation;
             options->timeout = timeout;
             options->group_name = group_name;
             return NoGilPtr<ProcessGroupDMuon>(c10::make_intrusive<ProcessGroupDMuon>(
@@ -101,7 +106,8 @@ void registerProcessGroup(py::module_& m) {
           }),
           py::arg("rank"), py::arg("size"), py::arg("cpu"), py::arg("cuda") = BackendPtr(),
           py::kw_only(), py::arg("timeout"), py::arg("group_name") = "",
-          py::arg("store") = py::none(), release())
+          py::arg("store") = py::none(), py::arg("nccl_deterministic") = false,
+          py::arg("nccl_fp32_accumulation") = false, release())
       .def_property_readonly("transport", &ProcessGroupDMuon::transportName)
       .def(
           "perform_nocolor_split", [](ProcessGroupDMuon&, const c10::Device&) {},
@@ -121,7 +127,8 @@ void registerCollectives(py::module_& m) {
                        const std::optional<GroupPtr>& shard, const std::string& device_type,
                        const std::string& role) {
              return std::make_shared<MeshOwnerCollectives>(channel(replicate, device_type, role),
-                                                           channel(shard, device_type, role));
+                                                           channel(shard, device_type, role),
+                                                           c10::Device(device_type).type());
            }),
            py::arg("replicate"), py::arg("shard"), py::arg("device_type"), py::arg("role"))
       .def_property_readonly("replicate", &MeshOwnerCollectives::replicate)

@@ -5,14 +5,15 @@
 // A broadcast goes the other way: along the owner's column, then inside each row. So a column rank
 // moves P/G bytes across replicas instead of P.
 //
-// Both groups' operations are submitted at once, the second held back by OwnerOptions::after, so
-// the order of operations on either group is the caller's order of calls here and nothing else. A
-// mesh dimension of size 1 is never communicated on.
+// Both groups' operations are submitted at once, so the order of operations on either group is the
+// caller's order of calls here and nothing else. The second stage overlaps the first: it moves each
+// piece as soon as the first has finished it (OwnerOptions::inputs_from). A mesh dimension of size 1
+// is never communicated on.
 //
 // Semantics and thread-safety are those of OwnerCollectives. An error on any rank, or a difference
 // between any two, fails the operation on all R*G ranks. (A broadcast that fails in its second
 // stage has already delivered within the owners' columns.) Error texts name ranks of the stage's
-// group.
+// group. A rank that is lost in the middle of the first stage makes both groups unusable.
 //
 // The object keeps no tensors and may be destroyed before its Works complete; both groups must
 // outlive the Works.
@@ -35,13 +36,16 @@ struct Slot {
 
 class MeshOwnerCollectives {
  public:
-  // Either may be null if its mesh dimension has size 1.
+  // Either may be null if its mesh dimension has size 1. If both are, `device` says where the
+  // tensors will be; else the groups do.
   MeshOwnerCollectives(std::shared_ptr<OwnerCollectives> replicate,
-                       std::shared_ptr<OwnerCollectives> shard);
+                       std::shared_ptr<OwnerCollectives> shard,
+                       c10::DeviceType device = c10::DeviceType::CPU);
 
   int64_t replicateSize() const;
   int64_t shardSize() const;
   Slot slot() const;  // this rank's
+  c10::Device device() const;
 
   // As OwnerCollectives::reduceToOwners, the sum running over all R*G ranks. One Work for both
   // stages; its flags() are OR-ed over the whole mesh.

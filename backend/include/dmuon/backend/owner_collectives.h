@@ -13,11 +13,12 @@
 //
 // Memory. Inputs and outputs are kept alive until the returned Work completes. Inputs must not be
 // written, and outputs must be neither read nor written, before then. A reduction never writes to a
-// tensor on a rank that does not own it. Scratch while an operation runs, over UCX: 1 MiB per
-// peer to receive a reduction (beyond 17 ranks 16 MiB for all peers, but at least 128 KiB for
-// each), and as much again for small tensors that are packed; a broadcast of large tensors needs
-// none. Over Gloo: the bytes a rank owns times the number of peers, and a packed copy of what it
-// sends; a list whose tensors of one owner lie one after the other in memory needs no copy.
+// tensor on a rank that does not own it. Payload moves in pieces, so scratch is bounded. Over UCX,
+// between processes of one host: a pool of 8 MiB per process in shared memory, for all groups
+// (DMUON_POOL_SLOTS), from which receivers sum and copy directly. Otherwise, while an operation runs:
+// 1 MiB per peer to receive a reduction (beyond 17 ranks 16 MiB for all peers, but at least 128 KiB
+// for each; over Gloo 4 MiB per peer), and as much again for small tensors that are packed; a
+// broadcast of large tensors needs none.
 //
 // Numerics. The sum runs over ranks 0, 1, ..., N-1 in that order, always; fp16, bf16 and fp32 are
 // accumulated in fp32, fp64 in fp64. The sum is divided by the divisor once, at the owner, in the
@@ -99,6 +100,8 @@ class OwnerCollectives {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual const std::string& groupName() const = 0;
+  // Where the tensors of all operations are.
+  virtual c10::Device device() const { return c10::DeviceType::CPU; }
 
   // inputs[i]: contiguous, the same shape and dtype on all ranks; fp16, bf16, fp32 or fp64; zero
   //   elements allowed. owners[i]: the group rank that receives the sum.

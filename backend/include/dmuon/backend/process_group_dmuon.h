@@ -30,6 +30,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -45,10 +46,11 @@ class ProcessGroup;
 namespace dmuon {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-class CpuOwnerCollectives;
 class ForkGuard;
 class Hooks;
 class HostStaging;
+class NcclApi;
+class OwnerChannel;
 class Transport;
 struct InnerBackend;
 
@@ -57,6 +59,14 @@ class ProcessGroupDMuon : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : c10d::Backend::Options("dmuon", timeout) {}
+    // How owner collectives of CUDA tensors add up. By default NCCL does, in the tensors' dtype and
+    // an order of its own. deterministic: bit for bit as on the CPU, in rank order and fp32 (fp64
+    // for fp64); every contribution is sent to the owner, which needs memory for all of them.
+    // fp32_accumulation: the same for fp16 and bf16 only. The environment variables
+    // DMUON_NCCL_DETERMINISTIC and DMUON_NCCL_FP32_ACCUMULATION (1 or 0) override these. Must be
+    // equal on all ranks, which is checked.
+    bool nccl_deterministic = false;
+    bool nccl_fp32_accumulation = false;
     // Overrides the base's clone() where it has one (not in torch 2.11).
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
@@ -65,24 +75,28 @@ class ProcessGroupDMuon : public c10d::Backend {
 
   // Either inner backend may be null, not both. They must have this rank and size.
   //
-  // `store`: where the ranks meet to set up the transport of the owner collectives of CPU tensors;
-  // used in the constructor only, which then blocks until all ranks are there, at most for the
-  // time-out. The environment variable DMUON_TRANSPORT chooses: "ucx"; "gloo", the inner backend;
-  // or "auto", the default, which is UCX if all ranks find its library and Gloo otherwise. Without
-  // a store it is Gloo.
+  // `store`: where the ranks meet to set up the transport of the owner collectives of CPU tensors,
+  // in the constructor, which then blocks until all ranks are there, at most for the time-out; and
+  // later the channels of owner collectives of CUDA tensors, which cannot be made without a store.
+  // The environment variable DMUON_TRANSPORT chooses for CPU tensors: "ucx"; "gloo", the inner
+  // backend; or "auto", the default, which is UCX if all ranks find its library and Gloo otherwise.
+  // Without a store it is Gloo.
   ProcessGroupDMuon(int rank, int size, BackendPtr cpu, BackendPtr cuda,
                     c10::intrusive_ptr<Options> options = c10::make_intrusive<Options>(),
                     const c10::intrusive_ptr<c10d::Store>& store = {});
   ~ProcessGroupDMuon() override;
 
   // The owner collectives for tensors of `device`: always the same object. Throws if this build or
-  // this group has none for it. Named after the group's description, or else its name.
+  // this group has none for it. Named after the group's description, or else its name. For CUDA
+  // tensors the first call must be made by all ranks: it sets up a communicator, on the device that
+  // is current or that the group is bound to.
   std::shared_ptr<OwnerCollectives> ownerCollectives(c10::DeviceType device);
 
   // A channel of its own on this group, with its own order of operations and its own thread: what
   // is submitted here neither orders against nor waits for other channels. `role` becomes part of
   // the name. Ranks must make the channels of a group in the same order; another order is an error
-  // of the first operation. Owned by the caller; abort(), shutdown() and setTimeout() reach it.
+  // of the first operation, or, for CUDA tensors, of this call, which waits for the other ranks to
+  // set up a communicator. Owned by the caller; abort(), shutdown() and setTimeout() reach it.
   std::shared_ptr<OwnerCollectives> newOwnerCollectives(c10::DeviceType device,
                                                         const std::string& role);
 
@@ -221,9 +235,12 @@ class ProcessGroupDMuon : public c10d::Backend {
                               const std::vector<std::vector<at::Tensor>>& inputs,
                               const c10d::ReduceScatterOptions& opts);
 
-  std::shared_ptr<CpuOwnerCollectives> makeChannel(c10::DeviceType device, int number,
-                                                   const std::string& role);
-  std::vector<std::shared_ptr<CpuOwnerCollectives>> channels();
+  std::shared_ptr<OwnerChannel> makeChannel(c10::DeviceType device, int number,
+                                            const std::string& role);
+  std::shared_ptr<OwnerChannel> makeNcclChannel(const std::shared_ptr<NcclApi>& api, int number,
+                                                const std::string& role);
+  void addChannel(const std::shared_ptr<OwnerChannel>& channel);
+  std::vector<std::shared_ptr<OwnerChannel>> channels();
 
   std::unique_ptr<const ForkGuard> fork_;
   std::shared_ptr<Hooks> hooks_;
@@ -232,11 +249,12 @@ class ProcessGroupDMuon : public c10d::Backend {
   std::shared_ptr<Transport> transport_;
   BackendPtr cuda_;
   c10::intrusive_ptr<Options> options_;
+  c10::intrusive_ptr<c10d::Store> store_;  // may be null
   std::atomic<uint64_t> sequence_{0};
 
   std::mutex channel_mutex_;
-  std::shared_ptr<CpuOwnerCollectives> own_channel_;
-  std::vector<std::weak_ptr<CpuOwnerCollectives>> channels_;  // with own_channel_
+  std::map<c10::DeviceType, std::shared_ptr<OwnerChannel>> own_channels_;
+  std::vector<std::weak_ptr<OwnerChannel>> channels_;  // with own_channels_
   int next_channel_ = 1;
 
   bool coalescing_ = false;

@@ -1,0 +1,16 @@
+// One Work for two operations on a device, of which the second goes on with the results of the
+// first.
+#pragma once
+
+#include <vector>
+
+#include <dmuon/backend/owner_collectives.h>
+
+namespace dmuon {
+
+// Null unless both are Works of NCCL channels. wait() orders the current stream after both; the
+// rest is the second's.
+OwnerWorkPtr stagedOnDevice(const OwnerWorkPtr& one, const OwnerWorkPtr& two, int rank,
+                            const std::vector<at::Tensor>& outputs);
+
+}  // namespace dmuon
