@@ -30,6 +30,7 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' 
 has_compiler() {
   command -v g++ >/dev/null && printf '#include <concepts>\n' | g++ -std=c++20 -fsyntax-only -x c++ - 2>/dev/null
 }
+has_gmock() { printf '#include <gmock/gmock.h>\n' | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1; }
 has_gtest() { printf '#include <gtest/gtest.h>\n' | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1; }
 
 # Prints the Debian packages that are missing, a line each: "need NAME" or "nice NAME".
@@ -42,6 +43,7 @@ missing_packages() {
   fi
   has_compiler || echo need g++
   if wants test && ! has_gtest; then echo need libgtest-dev; fi
+  if wants test && ! has_gmock; then echo nice libgmock-dev; fi
   command -v ccache >/dev/null || echo nice ccache
 }
 
