@@ -11,6 +11,8 @@
 
 #include <dmuon/backend/factory.h>
 
+#include "operation.h"
+
 namespace dmuon {
 namespace {
 
@@ -63,8 +65,18 @@ c10::intrusive_ptr<ProcessGroupDMuon> createProcessGroup(
     std::chrono::milliseconds timeout, const std::string& group_name) {
   auto options = c10::make_intrusive<ProcessGroupDMuon::Options>(timeout);
   options->group_name = group_name;
+  BackendPtr gloo;
+  try {
+    gloo = makeGlooBackend(store, rank, size, timeout);
+  } catch (const std::exception& error) {
+    const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK(false, nameOnGroup("set-up", group_name, rank, size),
+                ": Gloo has not connected all ranks (for which it has ", timeout.count(),
+                " ms, and for which each leaves its addresses in the store): ",
+                of_torch != nullptr ? of_torch->what_without_backtrace() : error.what());
+  }
   return c10::make_intrusive<ProcessGroupDMuon>(
-      rank, size, makeGlooBackend(store, rank, size, timeout), BackendPtr(), std::move(options),
+      rank, size, std::move(gloo), BackendPtr(), std::move(options),
       c10::make_intrusive<c10d::PrefixStore>("dmuon/transport", store));
 }
 

@@ -45,6 +45,8 @@ Transfer start(int peer, Bytes bytes, std::mutex& submission, Start&& start_work
 
 }  // namespace
 
+InnerBackend::~InnerBackend() = default;
+
 std::unique_ptr<Peers> GlooTransport::newPeers() { return std::make_unique<GlooPeers>(inner_); }
 
 // Large enough that a message's own cost does not count, and small enough that the sum of one piece

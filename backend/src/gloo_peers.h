@@ -21,6 +21,7 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 // The inner backend as everybody in the process shares it.
 struct InnerBackend {
   explicit InnerBackend(BackendPtr inner) : backend(std::move(inner)) {}
+  ~InnerBackend();  // not inline: tests/sanitizers/thread.supp names it
 
   // Gloo keeps a pointer to the memory of a transfer that has not completed, and if that memory
   // goes away before the connection, its thread spins on the connection for ever. So transfers that

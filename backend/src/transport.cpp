@@ -42,19 +42,49 @@ Offer offer(const std::string& wanted) {
 
 std::string key(int rank) { return std::to_string(rank); }
 
-std::vector<Offer> exchange(c10d::Store& store, const Offer& own, int rank, int size,
-                            std::chrono::milliseconds timeout) {
+std::string reasonOf(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+}
+
+// Why the offers are not there: the ranks that are late, or that the store has gone itself.
+std::string whatIsMissing(c10d::Store& store, int size, std::chrono::milliseconds timeout,
+                          const std::string& failure) {
+  std::vector<int> late;
+  try {
+    for (int r = 0; r < size; ++r) {
+      if (!store.check({key(r)})) late.push_back(r);
+    }
+  } catch (const std::exception&) {
+    late.clear();
+  }
+  if (late.empty()) {
+    return c10::str("the store failed while it was asked which transport the other ranks can use: ",
+                    failure);
+  }
+  return c10::str(rankList(late), " did not say in the store within ", timeout.count(),
+                  " ms which transport to use. Does every rank make this group?");
+}
+
+std::vector<Offer> exchangeOffers(c10d::Store& store, const Offer& own, int rank, int size,
+                                  std::chrono::milliseconds timeout, const std::string& name) {
   std::string said;
   said += static_cast<char>(own.usable);
   said += static_cast<char>(own.insists);
   said += own.text;
-  store.set(key(rank), std::vector<uint8_t>(said.begin(), said.end()));
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(key(r));
-  store.wait(keys, timeout);
+  std::vector<std::vector<uint8_t>> answers(size);
+  try {
+    store.set(key(rank), std::vector<uint8_t>(said.begin(), said.end()));
+    store.wait(keys, timeout);
+    for (int r = 0; r < size; ++r) answers[r] = store.get(keys[r]);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, name, ": ", whatIsMissing(store, size, timeout, reasonOf(error)));
+  }
   std::vector<Offer> offers(size);
   for (int r = 0; r < size; ++r) {
-    const std::vector<uint8_t> bytes = store.get(keys[r]);
+    const std::vector<uint8_t>& bytes = answers[r];
     TORCH_CHECK(bytes.size() >= 2, "key ", keys[r], " of the store has ", bytes.size(),
                 " bytes; do all ranks run the same dmuon?");
     offers[r] = {bytes[0] != 0, bytes[1] != 0, std::string(bytes.begin() + 2, bytes.end())};
@@ -83,7 +113,8 @@ std::shared_ptr<Transport> makeTransport(const std::shared_ptr<InnerBackend>& in
   if (!store) return std::make_shared<GlooTransport>(inner);
 
   const auto deadline = Clock::now() + timeout;
-  const std::vector<Offer> offers = exchange(*store, offer(wanted), rank, size, timeout);
+  const std::vector<Offer> offers =
+      exchangeOffers(*store, offer(wanted), rank, size, timeout, name);
   std::string obstacles;
   std::vector<int> insisting;
   std::vector<std::string> contacts;

@@ -4,53 +4,16 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/zeros.h>
 
-#include <filesystem>
 #include <future>
 #include <thread>
 
-#include <dmuon/backend/factory.h>
-
-#include "backend_cases.h"
+#include "failure_cases.h"
 #include "ranks.h"
 
 namespace dmuon {
 namespace {
 
 using namespace dmuon::testing;
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-
-using Group = c10::intrusive_ptr<ProcessGroupDMuon>;
-
-Group makeGroup(const Store& store, int rank, int size, milliseconds timeout) {
-  return createProcessGroup(store, rank, size, timeout, "shard");
-}
-
-OwnerWorkPtr submit(OwnerCollectives& group, const std::string& label, WorkPtr after = {},
-                    milliseconds timeout = milliseconds(0)) {
-  Tensors data(3, at::zeros({1000}));
-  OwnerOptions options;
-  options.timeout = timeout;
-  options.label = label;
-  options.after = std::move(after);
-  std::vector<int64_t> owners;
-  for (int i = 0; i < 3; ++i) owners.push_back(i % group.size());
-  return group.reduceToOwners(data, data, owners, options);
-}
-
-double secondsOf(const std::function<void()>& run) {
-  const auto begin = std::chrono::steady_clock::now();
-  run();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-// Ranks tell each other, without the group under test, that they have come to some point.
-void meet(const Store& store, const std::string& point, int rank, int size) {
-  std::vector<std::string> all;
-  for (int r = 0; r < size; ++r) all.push_back(point + std::to_string(r));
-  store->set(all[rank], std::vector<uint8_t>{1});
-  store->wait(all);
-}
 
 TEST(Failure, aRankThatDoesNotTakePartIsNamedAndTheGroupSaysSoFromThenOn) {
   runRanks(3, [](int rank, const Store& store) {
@@ -296,12 +259,6 @@ TEST(Failure, aGroupMayBeDestroyedByACallbackOfItsOwnOperation) {
     EXPECT_EQ(destroyed.get_future().wait_for(seconds(10)), std::future_status::ready);
     EXPECT_TRUE(work->wait());
   });
-}
-
-size_t entriesOf(const char* folder) {
-  size_t n = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++n;
-  return n;
 }
 
 TEST(Resources, creatingAndDestroyingGroupsLeaksNoThreadAndNoFile) {
