@@ -42,8 +42,9 @@ void registerEngine(py::module_& m) {
       .def_property_readonly("steps", &triplesOf)
       .def_readonly("restarts", &NewtonSchulzConfig::restarts)
       .def_readwrite("dtype", &NewtonSchulzConfig::dtype);
-  m.def("newton_schulz", &newtonSchulz, py::arg("g"), py::arg("config"),
-        py::call_guard<py::gil_scoped_release>());
+  m.def("newton_schulz",
+        py::overload_cast<const at::Tensor&, const NewtonSchulzConfig&>(&newtonSchulz),
+        py::arg("g"), py::arg("config"), py::call_guard<py::gil_scoped_release>());
   m.def("newton_schulz_flops", &newtonSchulzFlops, py::arg("m"), py::arg("n"), py::arg("config"));
   m.def("coefficient_set_names", &coefficientSetNames);
 }

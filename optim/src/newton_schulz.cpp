@@ -1,11 +1,8 @@
 #include <dmuon/optim/newton_schulz.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
 
@@ -18,6 +15,7 @@
 #include "newton_schulz_cost.h"
 #include "newton_schulz_engine.h"
 #include "normalize.h"
+#include "symmetric_product.h"
 
 namespace dmuon::optim {
 namespace {
@@ -73,51 +71,63 @@ at::ScalarType iterationType(const at::Tensor& g, const NewtonSchulzConfig& conf
   return is_double && asked == at::kFloat ? at::kDouble : asked;
 }
 
-// out = a b, and out = beta c + alpha a b, for matrices and batches of them.
+// out = a b for matrices and batches of them.
 void multiply(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   a.dim() == 2 ? at::mm_out(out, a, b) : at::bmm_out(out, a, b);
 }
 
-void multiplyAdd(at::Tensor& out, double beta, const at::Tensor& c, double alpha,
-                 const at::Tensor& a, const at::Tensor& b) {
-  a.dim() == 2 ? at::addmm_out(out, c, a, b, beta, alpha)
-               : at::baddbmm_out(out, c, a, b, beta, alpha);
-}
+// Places in the workspace.
+enum Place : size_t { kX, kOther, kR, kZ, kQ, kT, kAll };
 
 }  // namespace
 
+at::Tensor NewtonSchulzWorkspace::take(size_t place, at::IntArrayRef sizes,
+                                       const at::TensorOptions& options) {
+  const int64_t numel = c10::multiply_integers(sizes);
+  if (places_.size() <= place) places_.resize(place + 1);
+  at::Tensor& kept = places_[place];
+  if (!kept.defined() || kept.numel() < numel || kept.dtype() != options.dtype() ||
+      kept.device() != options.device()) {
+    kept.reset();  // first, so that both are never there at once
+    kept = at::empty({numel}, options);
+  }
+  return kept.narrow(0, 0, numel).view(sizes);
+}
+
 at::Tensor iterateGram(at::Tensor x, const std::vector<Coefficients>& steps,
-                       const std::vector<int64_t>& restarts) {
+                       const std::vector<int64_t>& restarts, NewtonSchulzWorkspace& workspace) {
   // Work on the wide orientation. A view will do: GEMM takes transposed operands as they are.
   const bool tall = x.size(-2) > x.size(-1);
-  at::Tensor other = at::empty_like(x);
+  at::Tensor other = workspace.take(kOther, x.sizes(), x.options());
   at::Tensor wide = tall ? x.mT() : x;
   at::Tensor wide_other = tall ? other.mT() : other;
   std::vector<int64_t> square(x.sizes().begin(), x.sizes().end());
   square[square.size() - 2] = square.back() = wide.size(-2);
-  at::Tensor r = at::empty(square, x.options()), z = at::empty_like(r), q = at::empty_like(r),
-             t = at::empty_like(r);
+  at::Tensor r = workspace.take(kR, square, x.options());
+  at::Tensor z = workspace.take(kZ, square, x.options());
+  at::Tensor q = workspace.take(kQ, square, x.options());
+  at::Tensor t = workspace.take(kT, square, x.options());
 
   const auto count = static_cast<int64_t>(steps.size());
   for (int64_t i = 0; i < count; ++i) {
     const auto [a, b, c] = steps[static_cast<size_t>(i)];
     const bool first = i == 0 || contains(restarts, i);
     const bool last = i + 1 == count || contains(restarts, i + 1);
-    if (first) multiply(r, wide, wide.mT());  // R = X X^T
-    multiplyAdd(z, b, r, c, r, r);            // Z = b R + c R^2
-    if (first) {                              // Q = a I + Z
+    if (first) symmetricProduct(r, 0, r, 1, wide, wide.mT());  // R = X X^T
+    symmetricProduct(z, b, r, c, r, r);                        // Z = b R + c R^2
+    if (first) {                                               // Q = a I + Z
       q.copy_(z);
       q.diagonal(0, -2, -1).add_(a);
     } else {  // Q = a Q + Q Z
-      multiplyAdd(t, a, q, 1, q, z);
+      symmetricProduct(t, a, q, 1, q, z);
       std::swap(q, t);
     }
     if (last) {  // X = Q X
       multiply(wide_other, q, wide);
       std::swap(wide, wide_other);
     } else {  // R = (a I + Z)^2 R
-      multiplyAdd(t, a, r, 1, r, z);
-      multiplyAdd(r, a, t, 1, z, t);
+      symmetricProduct(t, a, r, 1, r, z);
+      symmetricProduct(r, a, t, 1, z, t);
     }
   }
   return tall ? wide.mT() : wide;
@@ -181,6 +191,12 @@ void checkNewtonSchulzConfig(const NewtonSchulzConfig& config, at::ScalarType dt
 }
 
 at::Tensor newtonSchulz(const at::Tensor& g, const NewtonSchulzConfig& config) {
+  NewtonSchulzWorkspace workspace;
+  return newtonSchulz(g, config, workspace);
+}
+
+at::Tensor newtonSchulz(const at::Tensor& g, const NewtonSchulzConfig& config,
+                        NewtonSchulzWorkspace& workspace) {
   TORCH_CHECK(g.dim() == 2 || g.dim() == 3,
               "dmuon: newtonSchulz takes (m, n) or (batch, m, n), not ", g.sizes());
   TORCH_CHECK(at::isFloatingType(g.scalar_type()), "dmuon: newtonSchulz on ", g.scalar_type());
@@ -189,15 +205,19 @@ at::Tensor newtonSchulz(const at::Tensor& g, const NewtonSchulzConfig& config) {
   const int64_t s = std::min(g.size(-2), g.size(-1)), l = std::max(g.size(-2), g.size(-1));
   const bool gram = gramIsCheaper(config, static_cast<double>(s), static_cast<double>(l));
   gram ? checkNewtonSchulzConfig(config, dtype) : checkOrder(config);
-  at::Tensor x = normalizeMatrices(g.detach(), dtype);
-  if (x.numel() == 0) return x;
   const auto restarts = gram ? config.restarts : everyStep(config.steps.size());
-  if (x.dim() == 2 || !x.is_cpu()) return iterateGram(x, config.steps, restarts);
-  // A batched product is slower than single ones on a CPU.
-  for (int64_t i = 0; i < x.size(0); ++i) {
-    x.select(0, i).copy_(iterateGram(x.select(0, i), config.steps, restarts));
-  }
-  return x;
+  const auto options = g.options().dtype(dtype);
+  const auto one = [&](const at::Tensor& matrices) {
+    at::Tensor x = workspace.take(kX, matrices.sizes(), options);
+    normalizeMatrices(matrices, x);
+    return x.numel() == 0 ? x : iterateGram(x, config.steps, restarts, workspace);
+  };
+  if (g.dim() == 2 || !g.is_cpu()) return one(g.detach());
+  // A batched product is slower than single ones on a CPU. Each matrix is iterated in the same
+  // memory: the last bits of a BLAS's product depend on where its operands lie.
+  at::Tensor all = workspace.take(kAll, g.sizes(), options);
+  for (int64_t i = 0; i < g.size(0); ++i) all.select(0, i).copy_(one(g.detach().select(0, i)));
+  return all;
 }
 
 double newtonSchulzFlops(int64_t m, int64_t n, const NewtonSchulzConfig& config) {

@@ -7,10 +7,21 @@
 
 namespace dmuon::optim {
 
-// Both forms are sums a * s^2 l + b * s^3 of GEMM FLOPs.
+// How often a symmetric s x s product is halved (symmetric_product.h): blocks below about 128 rows
+// cost the BLAS more than their share.
+constexpr int halvingsOf(int64_t s) { return s < 192 ? 0 : s < 768 ? 1 : s < 2048 ? 2 : 3; }
+
+// The share of a full product's FLOPs that a symmetric one then costs.
+constexpr double symmetricShare(int64_t s) { return 0.5 + 0.5 / (1 << halvingsOf(s)); }
+
+// FLOPs of GEMM: `whole` s^2 l of products with X, of which `gram` more give symmetric results, and
+// `square` s^3 of symmetric products.
 struct NewtonSchulzWork {
-  double s2l = 0, s3 = 0;
-  double flops(double s, double l) const { return s * s * (s2l * l + s3 * s); }
+  double whole = 0, gram = 0, square = 0;
+  double flops(double s, double l) const {
+    const double share = symmetricShare(static_cast<int64_t>(s));
+    return s * s * ((whole + share * gram) * l + share * square * s);
+  }
 };
 
 // The Gram form; with a restart before every step it is the direct form. Counts what the engine
@@ -22,18 +33,18 @@ inline NewtonSchulzWork newtonSchulzWork(int64_t steps, const std::vector<int64_
   };
   for (int64_t i = 0; i < steps; ++i) {
     const bool last_of_segment = i + 1 == steps || starts(i + 1);
-    if (starts(i)) work.s2l += 2;        // R = X X^T
-    work.s3 += 2;                        // Z = b R + c R^2
-    if (!starts(i)) work.s3 += 2;        // Q = a Q + Q Z
-    if (last_of_segment) work.s2l += 2;  // X = Q X
-    if (!last_of_segment) work.s3 += 4;  // T = a R + R Z, R = a T + Z T
+    if (starts(i)) work.gram += 2;           // R = X X^T
+    work.square += 2;                        // Z = b R + c R^2
+    if (!starts(i)) work.square += 2;        // Q = a Q + Q Z
+    if (last_of_segment) work.whole += 2;    // X = Q X
+    if (!last_of_segment) work.square += 4;  // T = a R + R Z, R = a T + Z T
   }
   return work;
 }
 
 inline NewtonSchulzWork directWork(int64_t steps) {
   const auto t = static_cast<double>(steps);
-  return {4 * t, 2 * t};
+  return {2 * t, 2 * t, 2 * t};
 }
 
 // The restarts of mode "fast": before step 2, then every third.

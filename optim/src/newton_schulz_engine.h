@@ -6,14 +6,14 @@
 #include <cstdint>
 #include <vector>
 
-#include <dmuon/optim/coefficients.h>
+#include <dmuon/optim/newton_schulz.h>
 
 namespace dmuon::optim {
 
 // x: (m, n) or (batch, m, n), contiguous, normalised; overwritten. Returns a contiguous tensor of
-// the same shape, which may or may not be x. Gram steps with the given restarts; one before every
-// step is the direct form. ATen operations only, so a batch works on any device.
+// the same shape, which is x or lies in the workspace. Gram steps with the given restarts; one
+// before every step is the direct form. ATen operations only, so a batch works on any device.
 at::Tensor iterateGram(at::Tensor x, const std::vector<Coefficients>& steps,
-                       const std::vector<int64_t>& restarts);
+                       const std::vector<int64_t>& restarts, NewtonSchulzWorkspace& workspace);
 
 }  // namespace dmuon::optim

@@ -2,7 +2,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/amax.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
@@ -68,27 +67,25 @@ void normalizeOne(const In* in, Out* out, int64_t size) {
 
 }  // namespace
 
-at::Tensor normalizeOnCpu(const at::Tensor& g, at::ScalarType dtype) {
+void normalizeOnCpu(const at::Tensor& g, at::Tensor& out_tensor) {
   const at::Tensor dense = g.contiguous();
-  at::Tensor result = at::empty(g.sizes(), g.options().dtype(dtype));
   const int64_t size = g.size(-1) * g.size(-2);
   const int64_t batch = size == 0 ? 0 : g.numel() / size;
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, g.scalar_type(), "dmuon_normalize_in", [&] {
         using In = scalar_t;
         const In* in = dense.const_data_ptr<In>();
-        AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "dmuon_normalize_out",
-                                        [&] {
-                                          scalar_t* out = result.mutable_data_ptr<scalar_t>();
+        AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_tensor.scalar_type(),
+                                        "dmuon_normalize_out", [&] {
+                                          scalar_t* out = out_tensor.mutable_data_ptr<scalar_t>();
                                           for (int64_t b = 0; b < batch; ++b) {
                                             normalizeOne(in + b * size, out + b * size, size);
                                           }
                                         });
       });
-  return result;
 }
 
-at::Tensor normalizeOnDevice(const at::Tensor& g, at::ScalarType dtype) {
+void normalizeOnDevice(const at::Tensor& g, at::Tensor& out) {
   const at::ScalarType wide = g.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor x = g.to(wide);
   at::Tensor largest = at::amax(x.abs(), {-2, -1}, /*keepdim=*/true);
@@ -101,11 +98,11 @@ at::Tensor normalizeOnDevice(const at::Tensor& g, at::ScalarType dtype) {
   norm = norm.masked_fill(norm.eq(0), 1.0);
   norm =
       norm.masked_fill(largest.isfinite().logical_not(), std::numeric_limits<double>::quiet_NaN());
-  return y.mul(norm.reciprocal().to(wide)).to(dtype).contiguous();
+  out.copy_(y.mul_(norm.reciprocal().to(wide)));
 }
 
-at::Tensor normalizeMatrices(const at::Tensor& g, at::ScalarType dtype) {
-  return g.is_cpu() ? normalizeOnCpu(g, dtype) : normalizeOnDevice(g, dtype);
+void normalizeMatrices(const at::Tensor& g, at::Tensor& out) {
+  g.is_cpu() ? normalizeOnCpu(g, out) : normalizeOnDevice(g, out);
 }
 
 }  // namespace dmuon::optim

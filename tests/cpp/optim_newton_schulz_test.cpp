@@ -2,11 +2,13 @@
 #include <dmuon/optim/newton_schulz.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <limits>
 
 #include "../../optim/src/newton_schulz_engine.h"
 #include "../../optim/src/normalize.h"
+#include "../../optim/src/symmetric_product.h"
 #include "optim_reference.h"
 
 namespace dmuon::optim {
@@ -53,6 +55,13 @@ std::vector<Spectrum> spectra(int64_t s) {
 const std::vector<std::pair<int64_t, int64_t>> kSizes = {{1, 1},    {1, 7},    {7, 1},    {2, 3},
                                                          {13, 17},  {31, 31},  {97, 131}, {64, 200},
                                                          {200, 64}, {199, 101}};
+
+at::Tensor normalized(void (*normalize)(const at::Tensor&, at::Tensor&), const at::Tensor& g,
+                      at::ScalarType dtype) {
+  at::Tensor out = at::empty(g.sizes(), g.options().dtype(dtype));
+  normalize(g, out);
+  return out;
+}
 
 TEST_F(NewtonSchulz, EqualsThePolynomialOfTheSingularValues) {
   for (const auto& [m, n] : kSizes) {
@@ -134,11 +143,11 @@ TEST_F(NewtonSchulz, HalfPrecisionStaysInsideItsGates) {
 TEST_F(NewtonSchulz, KellerHasItsClosedForms) {
   const auto keller = makeNewtonSchulzConfig("keller", 5, "fast");
   const at::Tensor identity = newtonSchulz(at::eye(4) * 3, keller);
-  EXPECT_LE((identity - at::eye(4) * 0.765439).abs().max().item<double>(), 1e-6);
+  EXPECT_LE((identity - at::eye(4) * 0.765439).abs().max().item<double>(), 2e-6);
   const at::Tensor wide = newtonSchulz(at::ones({1, 16}), keller);
-  EXPECT_LE((wide - 0.174109).abs().max().item<double>(), 1e-6);
+  EXPECT_LE((wide - 0.174109).abs().max().item<double>(), 2e-6);
   const at::Tensor tall = newtonSchulz(at::ones({16, 1}), keller);
-  EXPECT_LE((tall - 0.174109).abs().max().item<double>(), 1e-6);
+  EXPECT_LE((tall - 0.174109).abs().max().item<double>(), 2e-6);
 }
 
 TEST_F(NewtonSchulz, DirectAndGramFormsAgree) {
@@ -150,7 +159,7 @@ TEST_F(NewtonSchulz, DirectAndGramFormsAgree) {
         config.form = NewtonSchulzForm::kDirect;
         const at::Tensor direct = newtonSchulz(a, config);
         config.form = NewtonSchulzForm::kGram;
-        EXPECT_LE(relativeError(newtonSchulz(a, config), direct), mode == "fast" ? 1e-4 : 1e-5)
+        EXPECT_LE(relativeError(newtonSchulz(a, config), direct), mode == "fast" ? 1e-4 : 2e-5)
             << m << "x" << n << " " << name << " " << mode;
       }
     }
@@ -204,8 +213,8 @@ TEST_F(NewtonSchulz, AccumulatesTheNormOfManyElementsWide) {
   const at::Tensor a = at::randn({2, 2000000});
   const double norm = a.to(at::kDouble).norm().item<double>();
   const at::Tensor expected = a.to(at::kDouble) / norm;
-  EXPECT_LE(relativeError(normalizeOnCpu(a, at::kFloat), expected), 1e-7);
-  EXPECT_LE(relativeError(normalizeOnDevice(a, at::kFloat), expected), 2e-7);
+  EXPECT_LE(relativeError(normalized(normalizeOnCpu, a, at::kFloat), expected), 1e-7);
+  EXPECT_LE(relativeError(normalized(normalizeOnDevice, a, at::kFloat), expected), 2e-7);
 }
 
 TEST_F(NewtonSchulz, ZeroGivesZerosAndNonFiniteGivesNaNThroughoutThatMatrix) {
@@ -244,17 +253,18 @@ TEST_F(NewtonSchulz, TheWayOfOtherDevicesGivesTheSame) {
     batch[2] *= 1e37;
     batch[3].zero_();
     const auto config = makeNewtonSchulzConfig("you", 5, "fast");
-    const at::Tensor x =
-        iterateGram(normalizeOnDevice(batch, at::kFloat), config.steps, config.restarts);
+    NewtonSchulzWorkspace workspace;
+    const at::Tensor x = iterateGram(normalized(normalizeOnDevice, batch, at::kFloat), config.steps,
+                                     config.restarts, workspace);
     EXPECT_LE(relativeError(x, newtonSchulz(batch, config)), 2e-5) << m << "x" << n;
     EXPECT_TRUE(x[3].eq(0).all().item<bool>());
     EXPECT_TRUE(x.is_contiguous());
   }
   at::Tensor bad = at::ones({2, 3, 4});
   bad[0][1][1] = std::numeric_limits<float>::infinity();
-  const at::Tensor normalized = normalizeOnDevice(bad, at::kHalf);
-  EXPECT_TRUE(normalized[0].isnan().all().item<bool>());
-  EXPECT_TRUE(normalized[1].isfinite().all().item<bool>());
+  const at::Tensor half = normalized(normalizeOnDevice, bad, at::kHalf);
+  EXPECT_TRUE(half[0].isnan().all().item<bool>());
+  EXPECT_TRUE(half[1].isfinite().all().item<bool>());
 }
 
 TEST_F(NewtonSchulz, TakesStridedAndLowPrecisionInputAndLeavesItAlone) {
@@ -273,6 +283,69 @@ TEST_F(NewtonSchulz, TakesStridedAndLowPrecisionInputAndLeavesItAlone) {
   EXPECT_EQ(newtonSchulz(at::empty({0, 4}), config).sizes(), at::IntArrayRef({0, 4}));
 }
 
+TEST_F(NewtonSchulz, AWorkspaceIsUsedAgainAndChangesNothing) {
+  const auto config = makeNewtonSchulzConfig("you", 5, "fast");
+  NewtonSchulzWorkspace workspace;
+  const void* place = nullptr;
+  for (const auto& [m, n] :
+       std::vector<std::pair<int64_t, int64_t>>{{300, 700}, {700, 300}, {64, 64}}) {
+    const at::Tensor a = at::randn({m, n});
+    const at::Tensor x = newtonSchulz(a, config, workspace);
+    EXPECT_TRUE(x.equal(newtonSchulz(a, config))) << m << "x" << n;
+    EXPECT_TRUE(newtonSchulz(a, config, workspace).equal(newtonSchulz(a, config)));
+    if (place == nullptr) place = workspace.take(0, {1}, a.options()).const_data_ptr();
+    EXPECT_EQ(workspace.take(0, {1}, a.options()).const_data_ptr(), place);
+  }
+  const at::Tensor wide = at::randn({20, 30}, at::kDouble);
+  EXPECT_TRUE(newtonSchulz(wide, config, workspace).equal(newtonSchulz(wide, config)));
+}
+
+TEST_F(NewtonSchulz, AKernelForSymmetricProductsTakesTheirPlace) {
+  const auto config = makeNewtonSchulzConfig("you", 5, "fast");
+  const at::Tensor a = at::randn({40, 90});
+  const at::Tensor expected = newtonSchulz(a, config);
+  int calls = 0;
+  setSymmetricProduct(at::kCPU, [&](at::Tensor& out, double beta, const at::Tensor& c, double alpha,
+                                    const at::Tensor& left, const at::Tensor& right) {
+    ++calls;
+    out.copy_(alpha * left.matmul(right));
+    if (beta != 0) out.add_(c, beta);
+  });
+  const at::Tensor x = newtonSchulz(a, config);
+  setSymmetricProduct(at::kCPU, {});
+  // Two segments of 2 and 3 steps: 2 R, 5 Z, 3 Q, 3 pairs of T and R.
+  EXPECT_EQ(calls, 2 + 5 + 3 + 6);
+  EXPECT_LE(relativeError(x, expected), 1e-5);
+  newtonSchulz(a, config);
+  EXPECT_EQ(calls, 16);
+}
+
+TEST(SymmetricProduct, IsTheProductWithItsUpperBlocksCopied) {
+  for (const int64_t s : {1, 5, 191, 192, 223, 400, 768, 1000}) {
+    for (const int64_t k : {s, 2 * s + 3}) {
+      const at::Tensor x = at::randn({s, k}) / std::sqrt(static_cast<double>(k));
+      const at::Tensor c = at::randn({s, s}), symmetric = c + c.t();
+      at::Tensor out = at::full({s, s}, NAN);
+      blockedSymmetricProduct(out, 0.5, symmetric, -2, x, x.t());
+      const at::Tensor wide = x.to(at::kDouble);
+      const at::Tensor expected = 0.5 * symmetric.to(at::kDouble) - 2 * wide.matmul(wide.t());
+      EXPECT_LE(relativeError(out, expected), 1e-6) << s << " " << k;
+      if (s >= 192) {  // cut in blocks at about the half
+        EXPECT_TRUE(out.narrow(0, 0, s / 3)
+                        .narrow(1, s - s / 3, s / 3)
+                        .equal(out.t().narrow(0, 0, s / 3).narrow(1, s - s / 3, s / 3)));
+      }
+      out.fill_(NAN);
+      blockedSymmetricProduct(out, 0, out, 1, x, x.t());  // c isn't read
+      EXPECT_LE(relativeError(out, wide.matmul(wide.t())), 1e-6) << s << " " << k;
+      // Of a transposed operand: a tall matrix's Gram matrix.
+      const at::Tensor tall = x.t().contiguous();
+      blockedSymmetricProduct(out, 0, out, 1, tall.t(), tall);
+      EXPECT_LE(relativeError(out, wide.matmul(wide.t())), 1e-6) << s << " " << k;
+    }
+  }
+}
+
 TEST_F(NewtonSchulz, FlopsFollowTheTable) {
   const double s = 96, l = 384;
   NewtonSchulzConfig fast = makeNewtonSchulzConfig("you", 5, "fast");
@@ -286,6 +359,10 @@ TEST_F(NewtonSchulz, FlopsFollowTheTable) {
   EXPECT_EQ(newtonSchulzFlops(100, 150, fast), 20 * 1e4 * 150 + 10 * 1e6);
   EXPECT_EQ(newtonSchulzFlops(100, 100, fast), 30 * 1e6);
   EXPECT_LT(newtonSchulzFlops(100, 151, fast), 20 * 1e4 * 151 + 10 * 1e6);
+  // Symmetric products cost 5/8 at s = 1024.
+  const double u = 1024;
+  EXPECT_EQ(newtonSchulzFlops(1024, 4096, fast), u * u * u * (4 * (4 + 4 * 0.625) + 28 * 0.625));
+  EXPECT_EQ(newtonSchulzFlops(1024, 4096, exact), u * u * u * (4 * (10 + 10 * 0.625) + 10 * 0.625));
 }
 
 std::string messageOf(const std::function<void()>& call) {
