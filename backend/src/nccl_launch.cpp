@@ -12,6 +12,7 @@
 #include <memory>
 #include <utility>
 
+#include "nccl_flags.h"
 #include "reduce_kernels.h"
 
 namespace dmuon {
@@ -396,54 +397,6 @@ void Launcher::broadcastPadded(Calls& calls) {
   finish_ = [copies = std::move(copies), kept = scratch_] { copies.run(); };
 }
 
-// All ranks' flags: in the same group as the payload.
-struct FlagsRound {
-  NcclWork::Flags flags;
-  at::Tensor sent;
-
-  // `taken`: other flags on the device that go with this rank's own.
-  FlagsRound(NcclCommunicator& communicator, const Operation& op, const at::Tensor& taken) {
-    const auto taken_bytes = taken.defined() ? taken.numel() : 0;
-    const auto own_bytes = static_cast<int64_t>(op.flags.size());
-    flags.length = op.proposal.flag_bytes;
-    flags.taken = taken;
-    const int64_t bytes = own_bytes + taken_bytes;
-    if (bytes == 0) return;
-    NcclApi& api = communicator.api();
-    const c10::Stream& stream = communicator.stream();
-    if (communicator.size() == 1 && !taken.defined()) {
-      flags.known = op.flags;
-      return;
-    }
-    sent = api.empty(bytes, c10::ScalarType::Byte, stream);
-    at::Tensor own;
-    if (own_bytes > 0) {
-      own = api.hostBytes(own_bytes);
-      std::copy(op.flags.begin(), op.flags.end(), own.mutable_data_ptr<uint8_t>());
-    }
-    api.enqueue(stream, [sent = sent, own, own_bytes, taken, taken_bytes] {
-      const at::NoGradGuard no_grad;
-      if (own_bytes > 0) sent.narrow(0, 0, own_bytes).copy_(own, /*non_blocking=*/true);
-      if (taken_bytes > 0) sent.narrow(0, own_bytes, taken_bytes).copy_(taken, true);
-    });
-    flags.device = communicator.size() == 1
-                       ? sent
-                       : api.empty(bytes * communicator.size(), c10::ScalarType::Byte, stream);
-    flags.host = api.hostBytes(flags.device.numel());
-  }
-
-  void call(NcclCommunicator& communicator, NcclApi::Comm comm) const {
-    if (!sent.defined() || flags.device.is_same(sent)) return;
-    communicator.api().allGather(sent.const_data_ptr(), flags.device.mutable_data_ptr(),
-                                 sent.numel(), c10::ScalarType::Byte, comm, communicator.stream());
-  }
-  void finish(NcclCommunicator& communicator) const {
-    if (!sent.defined()) return;
-    communicator.api().enqueue(communicator.stream(),
-                               [to = flags.host, from = flags.device] { to.copy_(from, true); });
-  }
-};
-
 }  // namespace
 
 NcclWork::Flags NcclLaunch::run(std::chrono::milliseconds timeout) {
@@ -454,16 +407,15 @@ NcclWork::Flags NcclLaunch::run(std::chrono::milliseconds timeout) {
     launchers.push_back(std::make_unique<Launcher>(communicator, op, segment));
     reducing ? launchers.back()->reduce(calls) : launchers.back()->broadcast(calls);
   }
-  FlagsRound round(communicator, op, flags_taken);
-  if (communicator.size() > 1 && (!calls.empty() || round.sent.defined())) {
+  NcclFlags round(communicator, op, flags_taken);
+  if (communicator.size() > 1 && (!calls.empty() || round.travel())) {
     communicator.group(timeout, [&](NcclApi::Comm comm) {
       for (const auto& call : calls) call(comm);
-      round.call(communicator, comm);
+      round.call(comm);
     });
   }
   for (const auto& launcher : launchers) launcher->finish();
-  round.finish(communicator);
-  return std::move(round.flags);
+  return round.finish();
 }
 
 }  // namespace dmuon

@@ -21,11 +21,16 @@
 // (nccl_plan.h) gives the CPU transports' sums instead. In both, the sum is divided once, at the
 // owner, in the accumulation type.
 //
+// Ends. An operation ends on a rank when that rank's part in it has: one that only sends may end
+// well although another rank fails. With flags, every rank waits for every other.
+//
 // Errors. An operation that has not ended within the time-out from when the stream came to it, an
 // error that NCCL reports, and a rank that ends or refuses fail all that is pending, and the group
 // is unusable from then on; its kernels are ended, and what the failed operations were to write is
 // undefined. What a rank says reaches the others within about a second of waiting; the time-out is
-// the latest.
+// the latest. A failure also ends what was to come after it on other channels. (Kernels that wait
+// to run are told to quit, but NCCL may still let a few kilobytes of theirs through; the receivers
+// of such void data hear of the failure with the next operation.)
 #pragma once
 
 #include <dmuon/backend/owner_collectives.h>
