@@ -1,5 +1,5 @@
 // Owner collectives in two stages over a (replicate, shard) mesh.
-// transports: all
+// transports: all nccl_double:debug
 #include <ATen/ops/zeros.h>
 
 #include <thread>
@@ -8,6 +8,7 @@
 #include <dmuon/backend/mesh_owner_collectives.h>
 
 #include "backend_cases.h"
+#include "nccl_double.h"
 #include "ranks.h"
 
 namespace dmuon {
