@@ -17,14 +17,6 @@ TIME_LIMIT = 120
 SHORT = ["--iterations", "2", "--repeats", "2", "--warmup", "0"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def program():
-    try:
-        return perf.program()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
 def run(*options):
     return subprocess.run(
         [perf.program(), *options], capture_output=True, text=True, timeout=TIME_LIMIT
