@@ -278,7 +278,7 @@ TEST(Refusal, groupsWithoutABackendForADeviceSayWhatTheyHave) {
   runRanks(1, [](int rank, const Store& store) {
     auto group = createProcessGroup(store, rank, 1, std::chrono::seconds(5), "g");
     expectError([&] { group->ownerCollectives(at::kCUDA); },
-                {"group 'g'", "for cuda", "the group has inner backends for cpu"});
+                {"group 'g'", "for cuda", "The group has inner backends for cpu"});
   });
 }
 

@@ -438,7 +438,8 @@ TEST(Cuda, tensorsGoToTheCudaBackendAndBarrierToTheCpu) {
         "end",           "setTimeout",      "abort"};
     EXPECT_EQ(cuda->calls, expected);
     EXPECT_EQ(group->getSequenceNumberForGroup(), 7u);
-    expectError([&] { group->ownerCollectives(at::kCUDA); }, {"for cuda", "backends for cpu cuda"});
+    // There is an inner backend, but no device: torch or NCCL says what is missing.
+    expectError([&] { group->ownerCollectives(at::kCUDA); }, {"there are none for cuda: "});
   });
 }
 

@@ -278,7 +278,9 @@ TEST(Resources, creatingAndDestroyingGroupsLeaksNoThreadAndNoFile) {
       }
     }
     EXPECT_EQ(entriesOf("/proc/self/task"), threads);
-    EXPECT_EQ(entriesOf("/proc/self/fd"), files);
+    // Fewer is no leak: of two connections that two ranks opened to each other at once, one ends
+    // later.
+    EXPECT_LE(entriesOf("/proc/self/fd"), files);
   });
 }
 
