@@ -26,8 +26,8 @@ struct Piece {
   int64_t bytes = 0;
 };
 
-// No piece exceeds max_bytes, except that no element is cut. The whole block is one piece if
-// max_bytes allows it; an empty block has none.
+// No piece exceeds max_bytes, except that no element is cut. A tensor of a quarter of that or more
+// shares a piece with no other; without a limit the whole block is one piece. An empty block has none.
 std::vector<Piece> cut(const Block& block, const std::vector<TensorSpec>& tensors,
                        int64_t max_bytes);
 

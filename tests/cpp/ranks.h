@@ -17,6 +17,9 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/lsan_interface.h>
+#endif
 
 #include <chrono>
 #include <csignal>
@@ -72,6 +75,9 @@ class FailureWriter : public ::testing::EmptyTestEventListener {
     failures->say(std::string("exception: ") + error.what() + '\n');
     ::_exit(1);
   }
+#if defined(__SANITIZE_ADDRESS__)
+  __lsan_do_leak_check();  // which would come at exit(); ends the process if it finds any
+#endif
   ::_exit(::testing::Test::HasFailure() ? 1 : 0);
 }
 
