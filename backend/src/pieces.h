@@ -27,7 +27,8 @@ struct Piece {
 };
 
 // No piece exceeds max_bytes, except that no element is cut. A tensor of a quarter of that or more
-// shares a piece with no other; without a limit the whole block is one piece. An empty block has none.
+// shares a piece with no other; without a limit the whole block is one piece. An empty block has
+// none.
 std::vector<Piece> cut(const Block& block, const std::vector<TensorSpec>& tensors,
                        int64_t max_bytes);
 
