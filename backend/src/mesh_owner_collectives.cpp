@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -77,15 +78,22 @@ OwnerOptions secondStage(const OwnerOptions& options, std::string must_match,
   return copy;
 }
 
-// One Work for both stages. A rank's second stage may end before its first, which may still be
-// sending to others. (On a device, its stream comes after that of the first.)
-OwnerWorkPtr wholeWork(const OwnerWorkPtr& one, const OwnerWorkPtr& two, int rank,
-                       const std::string& name, Tensors outputs) {
-  if (auto staged = stagedOnDevice(one, two, rank, outputs)) return staged;
+// The operations of one part of the list.
+struct Stages {
+  OwnerWorkPtr one, two;
+};
+
+// One Work for all. A rank's second stage may end before its first, which may still be sending to
+// others. On a device, the last part's streams come after all others.
+OwnerWorkPtr wholeWork(const std::vector<Stages>& parts, int rank, const std::string& name,
+                       Tensors outputs) {
+  const auto& [one, two] = parts.back();
+  if (auto staged = stagedOnDevice(one, two, parts.front().two, rank, outputs)) return staged;
+  TORCH_INTERNAL_ASSERT(parts.size() == 1);
   auto whole = c10::make_intrusive<HostWork>(rank, two->retrieveOpType(), two->getSequencenumber(),
                                              name, std::move(outputs), kNoTimeout);
   auto pending = std::make_shared<std::atomic<int>>(2);
-  const auto end = [whole, one, two, pending](c10::ivalue::Future&) {
+  const auto end = [whole, one = one, two = two, pending](c10::ivalue::Future&) {
     if (pending->fetch_sub(1) > 1) return;
     // The second fails with the first, and says so.
     std::exception_ptr error = two->exception() ? two->exception() : one->exception();
@@ -125,6 +133,65 @@ std::vector<int64_t> coordinates(const std::vector<Slot>& owners, int64_t Slot::
   std::vector<int64_t> result;
   for (const Slot& owner : owners) result.push_back(owner.*which);
   return result;
+}
+
+// Channels on a device order operations by streams and know nothing of pieces: there the stages
+// overlap by parts of the list, in each of which every owner has about the same share. Returns the
+// positions of each part.
+std::vector<std::vector<size_t>> partsOf(const std::vector<TensorSpec>& tensors, int64_t owners,
+                                         int64_t part_bytes) {
+  constexpr int64_t kMostParts = 8;
+  std::vector<int64_t> total(owners), before(owners);
+  for (const TensorSpec& tensor : tensors) total[tensor.owner] += tensor.bytes();
+  const int64_t largest = *std::max_element(total.begin(), total.end());
+  const int64_t count =
+      std::clamp<int64_t>(largest / std::max<int64_t>(part_bytes, 1), 1, kMostParts);
+  std::vector<std::vector<size_t>> parts(count);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t owner = tensors[i].owner;
+    parts[total[owner] == 0 ? 0 : std::min(before[owner] * count / total[owner], count - 1)]
+        .push_back(i);
+    before[owner] += tensors[i].bytes();
+  }
+  std::erase_if(parts, [&](const auto& part) { return part.empty() && parts.size() > 1; });
+  return parts;
+}
+
+template <typename T>
+std::vector<T> select(const std::vector<T>& all, const std::vector<size_t>& positions) {
+  std::vector<T> some;
+  for (size_t i : positions) some.push_back(all[i]);
+  return some;
+}
+
+// Flags and dependencies are the first part's.
+OwnerOptions optionsOfPart(const OwnerOptions& options, size_t part, size_t parts) {
+  OwnerOptions copy = options;
+  if (parts == 1) return copy;
+  copy.label =
+      c10::str(options.label, options.label.empty() ? "" : ", ", "part ", part + 1, " of ", parts);
+  if (part == 0) return copy;
+  copy.flags.clear();
+  copy.after = {};
+  copy.inputs_from = {};
+  return copy;
+}
+
+template <typename Run>
+std::vector<Stages> inParts(const Operation& whole, const Mesh& mesh, const OwnerOptions& options,
+                            std::optional<int64_t> part_bytes, Run&& run) {
+  const std::vector<TensorSpec>& tensors = whole.proposal.tensors;
+  std::vector<std::vector<size_t>> parts(1);
+  if (part_bytes) {
+    parts = partsOf(tensors, mesh.rows * mesh.columns, *part_bytes);
+  } else {
+    for (size_t i = 0; i < tensors.size(); ++i) parts[0].push_back(i);
+  }
+  std::vector<Stages> stages;
+  for (size_t p = 0; p < parts.size(); ++p) {
+    stages.push_back(run(parts[p], optionsOfPart(options, p, parts.size())));
+  }
+  return stages;
 }
 
 // The part of the list that is owned in one column, with the owners' rows.
@@ -168,6 +235,11 @@ c10::Device MeshOwnerCollectives::device() const {
   return shard_ ? shard_->device() : replicate_->device();
 }
 
+std::optional<int64_t> MeshOwnerCollectives::partBytes() const {
+  if (dynamic_cast<NcclOwnerCollectives*>(shard_.get()) == nullptr) return std::nullopt;
+  return part_bytes_;
+}
+
 Slot MeshOwnerCollectives::slot() const {
   return {replicate_ ? replicate_->rank() : 0, shard_ ? shard_->rank() : 0};
 }
@@ -197,20 +269,25 @@ OwnerWorkPtr MeshOwnerCollectives::reduceToOwners(Tensors inputs, Tensors output
   }
 
   const std::string list = wholeList(whole->proposal.tensors, owners);
-  const ColumnPart column(owners, mesh.self.shard);
-  Tensors partial(inputs.size());
-  for (size_t i : column.positions) partial[i] = at::empty_like(inputs[i]);
-  const Tensors column_inputs = column.of(partial);
-
-  OwnerOptions first = stage(options, 1, list);
-  first.divisor = 1.0;
-  const OwnerWorkPtr one = shard_->reduceToOwners(std::move(inputs), std::move(partial),
-                                                  coordinates(owners, &Slot::shard), first);
-  const std::vector<int64_t> made(column.positions.begin(), column.positions.end());
-  const OwnerWorkPtr two = replicate_->reduceToOwners(
-      column_inputs, column.of(outputs), column.rows, secondStage(options, list, one, made));
-  return wholeWork(one, two, static_cast<int>(mesh.flat(mesh.self)), name,
-                   std::move(whole->result));
+  const auto reducePart = [&](const std::vector<size_t>& positions, const OwnerOptions& own) {
+    const Tensors part_inputs = select(inputs, positions);
+    const std::vector<Slot> part_owners = select(owners, positions);
+    const ColumnPart column(part_owners, mesh.self.shard);
+    Tensors partial(part_inputs.size());
+    for (size_t i : column.positions) partial[i] = at::empty_like(part_inputs[i]);
+    const Tensors column_inputs = column.of(partial);
+    OwnerOptions first = stage(own, 1, list);
+    first.divisor = 1.0;
+    const OwnerWorkPtr one = shard_->reduceToOwners(part_inputs, std::move(partial),
+                                                    coordinates(part_owners, &Slot::shard), first);
+    const std::vector<int64_t> made(column.positions.begin(), column.positions.end());
+    const OwnerWorkPtr two =
+        replicate_->reduceToOwners(column_inputs, column.of(select(outputs, positions)),
+                                   column.rows, secondStage(own, list, one, made));
+    return Stages{one, two};
+  };
+  return wholeWork(inParts(*whole, mesh, options, partBytes(), reducePart),
+                   static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
 }
 
 OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
@@ -237,17 +314,22 @@ OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
   }
 
   const std::string list = wholeList(whole->proposal.tensors, owners);
-  const ColumnPart column(owners, mesh.self.shard);
-  const OwnerWorkPtr one =
-      replicate_->broadcastFromOwners(column.of(tensors), column.rows, stage(options, 1, list));
-  std::vector<int64_t> arrived(tensors.size(), -1);
-  for (size_t k = 0; k < column.positions.size(); ++k) {
-    arrived[column.positions[k]] = static_cast<int64_t>(k);
-  }
-  const OwnerWorkPtr two = shard_->broadcastFromOwners(tensors, coordinates(owners, &Slot::shard),
-                                                       secondStage(options, list, one, arrived));
-  return wholeWork(one, two, static_cast<int>(mesh.flat(mesh.self)), name,
-                   std::move(whole->result));
+  const auto broadcastPart = [&](const std::vector<size_t>& positions, const OwnerOptions& own) {
+    const Tensors part = select(tensors, positions);
+    const std::vector<Slot> part_owners = select(owners, positions);
+    const ColumnPart column(part_owners, mesh.self.shard);
+    const OwnerWorkPtr one =
+        replicate_->broadcastFromOwners(column.of(part), column.rows, stage(own, 1, list));
+    std::vector<int64_t> arrived(part.size(), -1);
+    for (size_t k = 0; k < column.positions.size(); ++k) {
+      arrived[column.positions[k]] = static_cast<int64_t>(k);
+    }
+    const OwnerWorkPtr two = shard_->broadcastFromOwners(
+        part, coordinates(part_owners, &Slot::shard), secondStage(own, list, one, arrived));
+    return Stages{one, two};
+  };
+  return wholeWork(inParts(*whole, mesh, options, partBytes(), broadcastPart),
+                   static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
 }
 
 }  // namespace dmuon

@@ -14,10 +14,12 @@ using Future = c10::ivalue::Future;
 
 class StagedWork final : public OwnerWork {
  public:
-  StagedWork(OwnerWorkPtr one, OwnerWorkPtr two, int rank, std::vector<at::Tensor> outputs)
+  StagedWork(OwnerWorkPtr one, OwnerWorkPtr two, OwnerWorkPtr flags_of, int rank,
+             std::vector<at::Tensor> outputs)
       : OwnerWork(rank, two->retrieveOpType()),
         one_(std::move(one)),
         two_(std::move(two)),
+        flags_of_(std::move(flags_of)),
         outputs_(std::move(outputs)) {
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
     for (const at::Tensor& tensor : outputs_) {
@@ -32,7 +34,7 @@ class StagedWork final : public OwnerWork {
         type);
   }
 
-  std::vector<uint8_t> flags() override { return two_->flags(); }
+  std::vector<uint8_t> flags() override { return flags_of_->flags(); }
   bool isCompleted() override { return two_->isCompleted(); }
   bool isSuccess() const override { return two_->isSuccess(); }
   std::exception_ptr exception() const override { return two_->exception(); }
@@ -52,17 +54,19 @@ class StagedWork final : public OwnerWork {
  private:
   const OwnerWorkPtr one_;
   const OwnerWorkPtr two_;
+  const OwnerWorkPtr flags_of_;
   const std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<Future> future_;
 };
 
 }  // namespace
 
-OwnerWorkPtr stagedOnDevice(const OwnerWorkPtr& one, const OwnerWorkPtr& two, int rank,
+OwnerWorkPtr stagedOnDevice(const OwnerWorkPtr& one, const OwnerWorkPtr& two,
+                            const OwnerWorkPtr& flags_of, int rank,
                             const std::vector<at::Tensor>& outputs) {
   if (dynamic_cast<NcclWork*>(one.get()) == nullptr) return {};
   if (dynamic_cast<NcclWork*>(two.get()) == nullptr) return {};
-  return c10::make_intrusive<StagedWork>(one, two, rank, outputs);
+  return c10::make_intrusive<StagedWork>(one, two, flags_of, rank, outputs);
 }
 
 }  // namespace dmuon

@@ -9,8 +9,9 @@
 namespace dmuon {
 
 // Null unless both are Works of NCCL channels. wait() orders the current stream after both; the
-// rest is the second's.
-OwnerWorkPtr stagedOnDevice(const OwnerWorkPtr& one, const OwnerWorkPtr& two, int rank,
+// flags are those of `flags_of`, and the rest is the second's.
+OwnerWorkPtr stagedOnDevice(const OwnerWorkPtr& one, const OwnerWorkPtr& two,
+                            const OwnerWorkPtr& flags_of, int rank,
                             const std::vector<at::Tensor>& outputs);
 
 }  // namespace dmuon

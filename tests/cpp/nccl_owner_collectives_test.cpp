@@ -372,8 +372,9 @@ void expectAgreement(bool over_store) {
 TEST(NcclDouble, debugModeComparesOverTheCpuTransport) { expectAgreement(false); }
 TEST(NcclDouble, debugModeComparesOverTheStore) { expectAgreement(true); }
 
-TEST(NcclDouble, aMeshOfChannelsIsOneOperationOnTheDevice) {
-  runRanks(4, [](int rank, const Store& store) {
+// With and without parts, which are many small operations on each group.
+void expectMeshWorks(int64_t part_bytes, int64_t parts) {
+  runRanks(4, [=](int rank, const Store& store) {
     const int row = rank / 2, column = rank % 2;
     const auto part = [&](const std::string& name) {
       return c10::make_intrusive<c10d::PrefixStore>(name, store);
@@ -381,9 +382,11 @@ TEST(NcclDouble, aMeshOfChannelsIsOneOperationOnTheDevice) {
     auto shard = makeGroup(part("row" + std::to_string(row)), column, 2);
     auto replicate = makeGroup(part("column" + std::to_string(column)), row, 2);
     MeshOwnerCollectives mesh(replicate, shard);
-    const std::vector<Slot> owners{{0, 0}, {1, 1}, {1, 0}, {0, 1}};
+    mesh.setPartBytes(part_bytes);
+    const std::vector<Slot> owners{{0, 0}, {1, 1}, {1, 0}, {0, 1}, {0, 0}, {1, 1}, {1, 0}, {0, 0}};
+    const int count = static_cast<int>(owners.size());
     Tensors inputs, outputs;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < count; ++i) {
       inputs.push_back(exactData(rank, i, {30 + i}, at::kFloat));
       outputs.push_back(owners[i] == mesh.slot() ? at::empty({30 + i}) : at::Tensor());
     }
@@ -393,22 +396,28 @@ TEST(NcclDouble, aMeshOfChannelsIsOneOperationOnTheDevice) {
     auto work = mesh.reduceToOwners(inputs, outputs, owners, options);
     EXPECT_TRUE(work->wait());
     EXPECT_EQ(work->flags(), (std::vector<uint8_t>{15, 0}));
-    EXPECT_EQ(work->result().size(), 4u);
+    EXPECT_EQ(work->result().size(), owners.size());
+    EXPECT_EQ(shard->counters().reduce.calls, parts);
+    EXPECT_EQ(replicate->counters().reduce.calls, parts);
     work->getFuture()->wait();
-    EXPECT_EQ(work->getFuture()->value().toTensorVector().size(), 4u);
-    for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(work->getFuture()->value().toTensorVector().size(), owners.size());
+    for (int i = 0; i < count; ++i) {
       if (!outputs[i].defined()) continue;
       expectSame(outputs[i], (exactSum(4, i, {30 + i}, at::kFloat) / 2).to(at::kFloat), "reduce");
     }
     Tensors copies;
-    for (int i = 0; i < 4; ++i) copies.push_back(exactData(rank, i, {30 + i}, at::kFloat));
+    for (int i = 0; i < count; ++i) copies.push_back(exactData(rank, i, {30 + i}, at::kFloat));
     mesh.broadcastFromOwners(copies, owners)->wait();
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < count; ++i) {
       const int owner = static_cast<int>(owners[i].replicate * 2 + owners[i].shard);
       expectSame(copies[i], exactData(owner, i, {30 + i}, at::kFloat), "broadcast");
     }
   });
 }
+
+TEST(NcclDouble, aMeshOfChannelsIsOneOperationOnTheDevice) { expectMeshWorks(1 << 20, 1); }
+// Owner (0, 0) has 404 bytes in three tensors.
+TEST(NcclDouble, aMeshMovesLongListsInParts) { expectMeshWorks(150, 2); }
 
 TEST(NcclDouble, oneRankNeedsNeitherStoreNorCommunicator) {
   runRanks(1, [](int, const Store&) {

@@ -7,7 +7,8 @@
 //
 // Both groups' operations are submitted at once, so the order of operations on either group is the
 // caller's order of calls here and nothing else. The second stage overlaps the first: it moves each
-// piece as soon as the first has finished it (OwnerOptions::inputs_from). A mesh dimension of size 1
+// piece as soon as the first has finished it (OwnerOptions::inputs_from; on CUDA, each part of the
+// list, see setPartBytes). A mesh dimension of size 1
 // is never communicated on.
 //
 // Semantics and thread-safety are those of OwnerCollectives. An error on any rank, or a difference
@@ -22,6 +23,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <dmuon/backend/owner_collectives.h>
@@ -47,6 +49,11 @@ class MeshOwnerCollectives {
   Slot slot() const;  // this rank's
   c10::Device device() const;
 
+  // CUDA only: lists in which one owner has more bytes than this are moved in parts of about so
+  // many bytes per owner, at most 8, so that the stages overlap. The same on all ranks. Default: 8
+  // MiB.
+  void setPartBytes(int64_t bytes) { part_bytes_ = bytes; }
+
   // As OwnerCollectives::reduceToOwners, the sum running over all R*G ranks. One Work for both
   // stages; its flags() are OR-ed over the whole mesh.
   OwnerWorkPtr reduceToOwners(std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
@@ -60,6 +67,9 @@ class MeshOwnerCollectives {
   const std::shared_ptr<OwnerCollectives>& shard() const { return shard_; }
 
  private:
+  std::optional<int64_t> partBytes() const;  // nothing where the stages overlap by pieces
+
+  int64_t part_bytes_ = int64_t{8} << 20;
   std::shared_ptr<OwnerCollectives> replicate_;
   std::shared_ptr<OwnerCollectives> shard_;
 };
