@@ -3,7 +3,7 @@
 // Where the transport allows, blocks of a few kilobytes ride along with the headers, and larger
 // ones go in pieces: a reduction adds piece by piece while others are on their way. Scratch per
 // operation is pieces_ahead * piece_bytes per peer to receive a reduction, and as much to send, or
-// to receive a broadcast, where small tensors must be packed; none for peers that lend their memory.
+// to receive a broadcast, where small tensors must be packed; none for peers that lend memory.
 //
 // Everything here runs on one thread at a time. An error of type Fatal means that this rank and its
 // peers no longer agree on where they are: the group cannot be used again. Any other error leaves

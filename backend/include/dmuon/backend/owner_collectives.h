@@ -15,8 +15,8 @@
 // written, and outputs must be neither read nor written, before then. A reduction never writes to a
 // tensor on a rank that does not own it. Payload moves in pieces, so scratch is bounded. Over UCX,
 // between processes of one host: a pool of 8 MiB per process in shared memory, for all groups
-// (DMUON_POOL_SLOTS), from which receivers sum and copy directly. Otherwise, while an operation runs:
-// 1 MiB per peer to receive a reduction (beyond 17 ranks 16 MiB for all peers, but at least 128 KiB
+// (DMUON_POOL_SLOTS), from which receivers sum and copy. Otherwise, while an operation runs:
+// 1 MiB per peer to receive a reduction (beyond 17 ranks 16 MiB for all, but at least 128 KiB
 // for each; over Gloo 4 MiB per peer), and as much again for small tensors that are packed; a
 // broadcast of large tensors needs none.
 //
