@@ -27,6 +27,9 @@ const char* toString(Exchange::Phase phase) {
 // already is taken at once, however short the time.
 constexpr std::chrono::milliseconds kSlice{100};
 constexpr std::chrono::milliseconds kGlance{2};
+// A process that was stopped for longer than the time-out finds it over when it goes on: what the
+// peers have said meanwhile must come in before they are called silent.
+constexpr std::chrono::milliseconds kGrace{250};
 
 std::string describeLoss(const Transfer& transfer) {
   // Gloo closes every connection of a group when one of its own waits times out.
@@ -68,8 +71,14 @@ void Exchange::await(Operation& op, Round& round, std::vector<Transfer>& transfe
                      const std::function<void(const Transfer&)>& on_done) {
   std::vector<Transfer*> pending;
   for (Transfer& transfer : transfers) pending.push_back(&transfer);
+  bool grace = false;
   while (!pending.empty()) {
     const bool last_look = Clock::now() >= deadline_;
+    if (last_look && !grace) {
+      grace = true;
+      deadline_ = Clock::now() + kGrace;
+      continue;
+    }
     pending = look(op, round, pending, last_look ? kGlance : kSlice, on_done);
     if (last_look && !pending.empty()) failSilent(op, round, pending);
   }
