@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "hooks.h"
-#include "open_queues.h"
 
 namespace dmuon {
 
@@ -18,7 +17,6 @@ CpuOwnerCollectives::CpuOwnerCollectives(std::shared_ptr<Transport> transport, i
       hooks_(std::move(hooks)) {
   queue_ = std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_,
                                             timeout, hooks_);
-  addOpenQueue(queue_);
 }
 
 CpuOwnerCollectives::~CpuOwnerCollectives() {
