@@ -148,7 +148,7 @@ TEST(ManyGroups, mixedOperationsInRankDependentTimingAllCompleteInConstantMemory
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they hold memory back
         EXPECT_LT(late.megabytes, early.megabytes + 48);
 #endif
-        EXPECT_EQ(late.descriptors, early.descriptors);
+        EXPECT_LE(late.descriptors, early.descriptors);
         EXPECT_EQ(late.threads, early.threads);
         if (rank == 0 && std::getenv("DMUON_TEST_OPERATIONS") != nullptr) {
           std::printf("%d operations: %.1f MB after a third of them, %.1f MB in the end\n", count,
