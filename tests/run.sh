@@ -5,6 +5,8 @@
 #   bash tests/run.sh cpp                       C++ tests (ctest)
 #   bash tests/run.sh python [PYTEST ARGS...]   Python tests (pytest)
 #   bash tests/run.sh lint                      clang-format, ruff, mypy
+#   bash tests/run.sh sanitizers                the backend under ThreadSanitizer and
+#                                               AddressSanitizer, in a short form
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
@@ -37,6 +39,27 @@ run_python() {
   stage "Python tests" "$bin/python" -m pytest "$@"
 }
 
+# Enough of the backend's programs to run all of its threads through all of their states, in builds
+# of their own (cmake/DmuonSanitizers.cmake).
+sanitized='backend_(agreement|owner_collectives|many_groups|failure|fork)_test'
+run_sanitizers() {
+  local kind
+  for kind in thread address; do
+    stage "$kind sanitizer: build" build_sanitizer "$kind" || continue
+    DMUON_TEST_OPERATIONS=400 stage "$kind sanitizer" "$bin/ctest" --test-dir "build/$kind" \
+      --output-on-failure --no-tests=error --parallel "$(nproc)" -R "^${sanitized}(\.ucx)?\$"
+  done
+}
+build_sanitizer() {
+  local programs
+  programs=$(ls tests/cpp | sed -n 's/\.cpp$//p' | grep -xE "$sanitized")
+  # shellcheck disable=SC2086
+  "$bin/cmake" -G Ninja -S . -B "build/$1" -DDMUON_SANITIZE="$1" -DDMUON_BUILD_OPTIM=OFF \
+    -DDMUON_BUILD_TESTS=ON -DDMUON_BUILD_TOOLS=OFF -DDMUON_NCCL=OFF -DPython3_EXECUTABLE="$bin/python" \
+    -DCMAKE_MAKE_PROGRAM="$(PATH=$bin:$PATH command -v ninja)" &&
+    "$bin/cmake" --build "build/$1" --target $programs
+}
+
 run_lint() {
   stage "clang-format" clang_format
   stage "ruff check" "$bin/ruff" check .
@@ -50,9 +73,9 @@ clang_format() {
 what=${1:-all}
 [[ $# == 0 ]] || shift
 case $what in
-  all | cpp | python | lint) ;;
+  all | cpp | python | lint | sanitizers) ;;
   *)
-    echo "usage: bash tests/run.sh [all|cpp|python|lint] [PYTEST ARGS...]" >&2
+    echo "usage: bash tests/run.sh [all|cpp|python|lint|sanitizers] [PYTEST ARGS...]" >&2
     exit 2
     ;;
 esac
@@ -69,11 +92,13 @@ case $what in
   all)
     run_lint
     run_cpp
+    run_sanitizers
     run_python "$@"
     ;;
   cpp) run_cpp ;;
   python) run_python "$@" ;;
   lint) run_lint ;;
+  sanitizers) run_sanitizers ;;
 esac
 
 printf '\n==== summary\n'
