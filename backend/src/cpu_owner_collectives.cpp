@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "hooks.h"
+#include "open_queues.h"
 
 namespace dmuon {
 
@@ -17,6 +18,7 @@ CpuOwnerCollectives::CpuOwnerCollectives(std::shared_ptr<Transport> transport, i
       hooks_(std::move(hooks)) {
   queue_ = std::make_shared<OperationQueue>(std::move(transport), rank, size, channel, group_,
                                             timeout, hooks_);
+  addOpenQueue(queue_);
 }
 
 CpuOwnerCollectives::~CpuOwnerCollectives() {

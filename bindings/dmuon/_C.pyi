@@ -86,6 +86,7 @@ def reduce_to_owners(
 def broadcast_from_owners(
     group: ProcessGroup, tensors: Sequence[torch.Tensor], owners: Sequence[int]
 ) -> Work: ...
+def shutdown_owner_collectives() -> int: ...
 
 class NewtonSchulzConfig:
     """Checked coefficients, restarts and dtype of one orthogonalization."""

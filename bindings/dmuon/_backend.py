@@ -3,6 +3,9 @@ NCCL)."""
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
 from typing import Any
 
 import torch
@@ -45,8 +48,18 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
     )
 
 
+def _end_of_process() -> None:
+    """Groups that nobody has destroyed: their pending operations must end while the interpreter is
+    whole, for a callback of theirs, or a thread that waits for one, needs it."""
+    if _C.shutdown_owner_collectives() and threading.active_count() > 1:
+        # Daemon threads that have been waiting in C++ return from there while they may. (Python
+        # ends a thread that asks for the GIL too late, which C++ does not survive.)
+        time.sleep(0.5)
+
+
 def register() -> None:
     """Makes ``init_process_group("dmuon")`` known; repeated calls do nothing."""
     if NAME not in dist.Backend.backend_list:
         create: Any = _create  # torch's annotation does not know extension types
+        atexit.register(_end_of_process)
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
+import json
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -68,6 +74,82 @@ def check(got, expected):
     assert list(got) == list(expected)
     for name in expected:
         assert torch.allclose(got[name], expected[name], atol=1e-5), name
+
+
+# --- the end of a process ------------------------------------------------------------------------
+
+TRANSPORTS = ["gloo"] + (["ucx"] if importlib.util.find_spec("libucx") else [])
+
+# Exit codes of the two ranks; -14 would be a rank that hangs.
+EXITS = {
+    "pending_that_complete": [0, 0],
+    "pending_with_python_callbacks": [0, 0],
+    "unanswered_with_python_callbacks": [0, 0],
+    "one_rank_raises": [1, 1],
+    "exit_code_with_pending": [7, 7],
+    "os_exit_with_pending": [5, 5],
+    "forked_child_ends_first": [0, 0],
+}
+
+
+@functools.cache
+def exits(transport):
+    """All scenarios in one program: torch is imported once."""
+    environment = {**os.environ, "DMUON_TRANSPORT": transport}
+    program = os.path.join(os.path.dirname(__file__), "exits.py")
+    ended = subprocess.run(
+        [sys.executable, program, "2"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", EXITS)
+def test_a_process_ends_with_its_own_code_whatever_is_pending(name, transport):
+    result = exits(transport)[name]
+    said = "\n".join(result["said"])
+    assert result["codes"] == EXITS[name], said
+    assert "terminate called" not in said and "Fatal Python error" not in said, said
+    if name == "one_rank_raises":
+        assert "rank 1" in result["said"][0], said
+
+
+class UsesTheGroup(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        try:
+            dmuon.reduce_to_owners([torch.ones(2)], [0])
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+
+def load_data(rank, transport):
+    t = torch.full((4,), rank + 1.0)
+    dmuon.reduce_to_owners([t], [0], op=torch.distributed.ReduceOp.SUM)
+    loader = torch.utils.data.DataLoader(UsesTheGroup(), num_workers=2, batch_size=None)
+    messages = []
+    for _ in range(2):  # epochs, each with new workers
+        messages += list(loader)
+        dmuon.broadcast_from_owners([t], [0])
+    return messages, t.tolist()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_workers_of_a_data_loader_cannot_use_the_group_and_do_it_no_harm(transport, monkeypatch):
+    monkeypatch.setenv("DMUON_TRANSPORT", transport)
+    for messages, values in run_ranks(2, load_data, transport):
+        assert values == [3.0] * 4
+        assert len(messages) == 16
+        for message in messages:
+            assert "dmuon: " in message and "was forked from process" in message, message
 
 
 # --- backward -----------------------------------------------------------------------------------
