@@ -59,9 +59,9 @@ struct Functions {
 void* open(const char* file, int flags) { return dlopen(file, flags | RTLD_NOW | RTLD_LOCAL); }
 
 // The library that torch has loaded already is the one that fits; a second copy in the process
-// would have communicators of its own. DMUON_NCCL_LIBRARY names another.
+// would have communicators of its own. DMUON_LIBNCCL names another.
 void* openNccl() {
-  const char* named = std::getenv("DMUON_NCCL_LIBRARY");
+  const char* named = std::getenv("DMUON_LIBNCCL");
   const bool wanted = named != nullptr && *named != '\0';
   const char* file = wanted ? named : "libnccl.so.2";
   if (!wanted) {
@@ -70,7 +70,7 @@ void* openNccl() {
   if (void* library = open(file, 0)) return library;
   const char* error = dlerror();
   throw NcclError(std::string("NCCL's library was not found (") + (error ? error : "unknown") +
-                  "): import torch with CUDA first, or name libnccl.so.2 in DMUON_NCCL_LIBRARY");
+                  "): import torch with CUDA first, or name libnccl.so.2 in DMUON_LIBNCCL");
 }
 
 template <typename Function>

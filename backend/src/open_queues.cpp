@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <dmuon/backend/factory.h>
+#include <dmuon/backend/shutdown.h>
 
 namespace dmuon {
 namespace {
@@ -31,7 +31,8 @@ void addOpenQueue(const std::shared_ptr<OperationQueue>& queue) {
 
 // One after the other, but not longer for that: operations come to their time-outs in all queues at
 // the same time.
-int shutdownOwnerCollectives() {
+int shutdownOwnerCollectives(std::chrono::milliseconds limit) {
+  const auto deadline = Clock::now() + limit;
   OpenQueues& open = openQueues();
   std::vector<std::weak_ptr<OperationQueue>> queues;
   {
@@ -42,7 +43,7 @@ int shutdownOwnerCollectives() {
   for (const auto& known : queues) {
     const auto queue = known.lock();
     if (!queue || queue->forked()) continue;
-    queue->shutdown();
+    queue->shutdown(deadline);
     ++ended;
   }
   return ended;

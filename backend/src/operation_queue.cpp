@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "hooks.h"
@@ -272,7 +273,7 @@ void OperationQueue::drain() {
   changed_.wait(lock, [this] { return pending_.empty() && !busy_; });
 }
 
-void OperationQueue::shutdown() {
+void OperationQueue::shutdown(Clock::time_point deadline) {
   if (fork_.forked()) return;
   std::thread thread;
   bool ended = false;
@@ -282,8 +283,8 @@ void OperationQueue::shutdown() {
     changed_.notify_all();
     // From a callback, the operation it belongs to cannot be waited for.
     if (!onWorkerThread()) {
-      ended =
-          changed_.wait_for(lock, timeout_.load(), [this] { return pending_.empty() && !busy_; });
+      ended = changed_.wait_until(lock, std::min(deadline, Clock::now() + timeout_.load()),
+                                  [this] { return pending_.empty() && !busy_; });
     }
     thread.swap(thread_);
   }

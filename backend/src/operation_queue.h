@@ -37,8 +37,9 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
 
   void drain();
   void abort(const std::string& reason);
-  // Lets what was submitted end, at most for the time-out, then ends the thread. Never throws.
-  void shutdown();
+  // Lets what was submitted end, at most for the time-out and until `deadline`, then ends the
+  // thread. Never throws.
+  void shutdown(Clock::time_point deadline = Clock::time_point::max());
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   OwnerCounters counters() const;
   bool forked() const { return fork_.forked(); }

@@ -22,7 +22,7 @@ std::string besideThisPackage() {
 }
 
 std::vector<std::string> candidates() {
-  const char* named = std::getenv("DMUON_UCX_LIBRARY");
+  const char* named = std::getenv("DMUON_LIBUCP");
   if (named != nullptr && *named != '\0') return {named};
   std::vector<std::string> files;
   for (const std::string& file : {besideThisPackage(), std::string(DMUON_UCX_BUILD_LIBRARY)}) {
@@ -39,7 +39,7 @@ void* open() {
     errors += std::string(errors.empty() ? "" : "; ") + dlerror();
   }
   throw std::runtime_error("the UCX library was not found (" + errors +
-                           "): pip install libucx-cu13, or name libucp.so.0 in DMUON_UCX_LIBRARY");
+                           "): pip install libucx-cu13, or name libucp.so.0 in DMUON_LIBUCP");
 }
 
 template <typename Function>

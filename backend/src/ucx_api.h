@@ -41,7 +41,7 @@ struct UcxApi {
   decltype(&::ucs_status_string) status_string;
 
   // Loads the library once per process. Looked for, in this order: the file that
-  // DMUON_UCX_LIBRARY names; the wheel libucx beside this library's own package; the library that
+  // DMUON_LIBUCP names; the wheel libucx beside this library's own package; the library that
   // dmuon was built with; the system's. Throws std::runtime_error that says what to install.
   static const UcxApi& get();
 };

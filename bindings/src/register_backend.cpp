@@ -3,10 +3,10 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <dmuon/backend/factory.h>
 #include <dmuon/backend/mesh_owner_collectives.h>
 #include <dmuon/backend/owner_collectives.h>
 #include <dmuon/backend/process_group_dmuon.h>
+#include <dmuon/backend/shutdown.h>
 
 #include "bindings.h"
 #include "no_gil_ptr.h"
@@ -169,8 +169,10 @@ void registerCollectives(py::module_& m) {
         py::arg("divisor"), release());
   m.def("broadcast_from_owners", &broadcastOnGroup, py::arg("group"), py::arg("tensors"),
         py::arg("owners"), release());
-  m.def("shutdown_owner_collectives", &shutdownOwnerCollectives, release(),
-        "Ends what is pending on all groups; returns how many groups and channels there were.");
+  m.def("shutdown_owner_collectives", &shutdownOwnerCollectives,
+        py::arg("limit") = std::chrono::seconds(30), release(),
+        "Ends what is pending on all groups, after `limit` (timedelta) at the latest; returns how "
+        "many queues there were.");
 }
 
 }  // namespace

@@ -74,6 +74,21 @@ def unanswered_with_python_callbacks(rank: int) -> None:
 
 
 @scenario
+def unanswered_until_the_limit(rank: int) -> None:
+    if rank == 0:
+        work = reduce(async_op=True)
+        # Of the extension, for the one that runs at exit would wait half a minute.
+        assert dmuon._C.shutdown_owner_collectives(timedelta(seconds=1)) > 0
+        try:
+            work.wait()
+        except RuntimeError as error:
+            assert "shut down while operations were pending" in str(error), error
+            return
+        raise AssertionError("the operation ended")
+    answer_nothing()
+
+
+@scenario
 def one_rank_raises(rank: int) -> None:
     reduce()
     if rank == 1:
@@ -118,7 +133,7 @@ def run_rank(body: Scenario, rank: int, size: int, folder: str) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=300),  # more than a rank's alarm leaves it
     )
     body(rank)
 

@@ -85,6 +85,7 @@ EXITS = {
     "pending_that_complete": [0, 0],
     "pending_with_python_callbacks": [0, 0],
     "unanswered_with_python_callbacks": [0, 0],
+    "unanswered_until_the_limit": [0, 0],
     "one_rank_raises": [1, 1],
     "exit_code_with_pending": [7, 7],
     "os_exit_with_pending": [5, 5],

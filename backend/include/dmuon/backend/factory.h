@@ -1,5 +1,4 @@
-// Groups for programs without Python (in Python, init_process_group("dmuon") makes them), and the
-// end of all.
+// Groups for programs without Python. (In Python, init_process_group("dmuon") makes them.)
 #pragma once
 
 #include <chrono>
@@ -19,11 +18,5 @@ c10::intrusive_ptr<ProcessGroupDMuon> createProcessGroup(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout = std::chrono::minutes(30),
     const std::string& group_name = "default");
-
-// For the end of a process that has groups left, while everything that a callback of a pending
-// operation may need is still there (Python's interpreter, statics): lets what is pending on the
-// owner collectives of all groups' CPU tensors end, at most for their time-outs, and takes nothing
-// more. Returns how many there were; in a forked child, does nothing to its parent's.
-int shutdownOwnerCollectives();
 
 }  // namespace dmuon
