@@ -12,7 +12,7 @@
 namespace dmuon {
 namespace {
 
-constexpr int kSpins = 200;    // polls before the core is given up with each
+constexpr int kSpins = 2;      // polls before the core is given up with each: a peer may need it
 constexpr int kYields = 2000;  // and before the thread sleeps
 constexpr int kLooksPerClock = 64;
 constexpr std::chrono::milliseconds kLongestSleep{100};
