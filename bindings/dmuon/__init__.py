@@ -25,6 +25,7 @@ if torch.__version__.split(".")[:2] != _BUILT_WITH.split(".")[:2]:
     )
 
 from . import _backend
+from ._blocks import Blocks
 from ._C import OwnershipPlan, ProcessGroupDMuon
 from ._collectives import broadcast_from_owners, reduce_to_owners
 from ._dedicate import dedicate_params, dedicate_params_ddp, no_sync
@@ -42,6 +43,7 @@ def _register_backend() -> None:
 
 
 __all__ = [
+    "Blocks",
     "Muon",
     "OwnedTensor",
     "OwnershipPlan",

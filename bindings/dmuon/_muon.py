@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from . import _C
+from ._blocks import check_used, resolve_group
 from ._boundary import default_predicate
+from ._muon_state import (
+    check_momentum_dtype,
+    fit_muon_state,
+    init_adamw_state,
+    local_gradient,
+    local_part,
+)
 from ._owned_tensor import OwnedTensor
-from ._runtime import _ORDER, Runtime, own_gradient, runtimes_of
+from ._runtime import _ORDER, Runtime, runtimes_of
 
-_MUON_KEYS = (
-    "lr", "momentum", "nesterov", "weight_decay",
-    "ns_steps", "ns_coefficients", "ns_mode", "ns_dtype", "adjust_lr_fn",
-)  # fmt: skip
-_ADAMW_KEYS = ("lr", "betas", "eps", "weight_decay")
-_HALF = (torch.float16, torch.bfloat16)
+#: Called inside ``step``; see ``Muon.register_update_hook``.
+UpdateHook = Callable[["Muon"], None]
 
 
 class Muon(torch.optim.Optimizer):
@@ -28,7 +35,10 @@ class Muon(torch.optim.Optimizer):
     Matrices follow ``torch.optim.Muon``: ``buf += (1 - momentum)(g - buf)``; orthogonalize
     ``g + momentum (buf - g)`` (nesterov) or ``buf``; ``W *= 1 - lr * weight_decay``;
     ``W -= lr * ratio(m, n) * X``. State: "momentum_buffer", fp32 (fp64 for fp64), and for fp16
-    and bf16 parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq".
+    and bf16 parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq". A matrix is
+    (m, n); each of a stack (E, m, n); (m, the rest) of a convolution; each of ``blocks``.
+
+    All options may differ per group; they are read at every step.
 
     Args:
         model_or_params: a module: its dedicated parameters go to the group "muon", all others that
@@ -46,6 +56,19 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of the iteration; None: fp32 on CPU, fp16 on CUDA.
         adjust_lr_fn: "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)),
             "spectral_unclamped" sqrt(m/n), or "none".
+        blocks: fused weights whose blocks are matrices of their own: a ``Blocks`` or ``{"dim": 0,
+            "sizes": [...]}`` for all parameters; or a mapping from name patterns to such, or a
+            callable ``(name, parameter)``.
+        variant: "none"; "normuon" (arXiv 2510.05491): each row of X divided by the root of a
+            running mean of its squares; "adamuon" (arXiv 2507.11005): X from the signs of the
+            direction, each element divided so, use it with adjust_lr_fn="match_rms_adamw". Adds the
+            state "second_momentum_buffer": (m, 1), or of the parameter's shape.
+        beta2: of the variant's running mean.
+        cautious: weight decay only where update and weight agree in sign (arXiv 2510.12402).
+        momentum_dtype: None: fp32 (fp64 for fp64). torch.bfloat16: half the memory, rounded
+            stochastically; adds the state "step". The step itself uses the unrounded value.
+        seed: of that rounding. It is a function of seed, the parameter's index, "step" and element,
+            so that runs can be repeated and a resumed one continues bit for bit.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: for the group "adamw".
         replicate_async: reserved for hiding the publication of updates under the next forward; the
             step waits for it in this version, with the same results.
@@ -70,6 +93,12 @@ class Muon(torch.optim.Optimizer):
         ns_mode: Any = "fast",
         ns_dtype: torch.dtype | None = None,
         adjust_lr_fn: str = "original",
+        blocks: Any = None,
+        variant: str = "none",
+        beta2: float = 0.95,
+        cautious: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+        seed: int = 0,
         adamw_lr: float | torch.Tensor = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -80,7 +109,9 @@ class Muon(torch.optim.Optimizer):
         self._muon_defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_mode": ns_mode,
-            "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "blocks": blocks,
+            "variant": variant, "beta2": beta2, "cautious": cautious,
+            "momentum_dtype": momentum_dtype, "seed": seed,
         }  # fmt: skip
         self._adamw_defaults = {
             "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": adamw_eps,
@@ -91,9 +122,12 @@ class Muon(torch.optim.Optimizer):
         self._names: dict[int, str] = {}
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
         self._master_versions: dict[int, int] = {}
+        self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         groups = self._groups(model_or_params, list(param_groups or []))
         super().__init__(groups, {})
         self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
+        muon = (p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"])
+        check_used(blocks, [self._names[id(p)] for p in muon])
 
     # --- construction --------------------------------------------------------------------------
 
@@ -115,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         for given in extra:
             params = given["params"]
             listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            taken.update(id(p) for p in listed)
+            taken.update(id(p[1] if isinstance(p, tuple) else p) for p in listed)
             groups.append({**given, "params": listed})
         for name, params in (("muon", muon), ("adamw", adamw)):
             rest = [p for p in params if id(p) not in taken]
@@ -127,7 +161,7 @@ class Muon(torch.optim.Optimizer):
 
     def _split(self, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         self._use(runtimes_of(model))
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named = [(_plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = {id(p): n for n, p in named}
         if any(isinstance(p, OwnedTensor) for _, p in named):
             muon: list[nn.Parameter] = [p for _, p in named if isinstance(p, OwnedTensor)]  # type: ignore[misc]
@@ -152,8 +186,9 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``, with "algorithm": "muon" or "adamw"."""
         params = param_group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        params = [p[1] if isinstance(p, tuple) else p for p in params]
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in given]
+        self._names.update((id(p[1]), p[0]) for p in given if isinstance(p, tuple))
         algorithm = param_group.get("algorithm") or (
             "muon" if all(isinstance(p, OwnedTensor) or p.ndim >= 2 for p in params) else "adamw"
         )
@@ -162,15 +197,38 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if algorithm == "muon" else self._adamw_defaults
         group = {**defaults, "name": algorithm, **param_group}
         group.update(params=params, algorithm=algorithm)
-        for parameter in params:
+        for position, parameter in enumerate(params):
+            place = f"{position} of group {len(self.param_groups)}"
+            self._names.setdefault(id(parameter), place)
             self._check_parameter(parameter, algorithm)
-        self._check_options(group)
+        self._settle(group)
         super().add_param_group(group)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
             del group[key]  # the other algorithm's, which the base class filled in
         self._use(_runtimes_behind(params))
-        for parameter in params:
-            self._init_state(parameter, algorithm)
+        self._fit_state(group)
+
+    def _settle(self, group: dict[str, Any]) -> None:
+        """Checks a group's options and brings them into the form that steps read."""
+        if group["algorithm"] == "adamw":
+            none: list[torch.Tensor] = []
+            _C.adamw_update(none, none, none, none, none, **_adamw_options(group))
+            return
+        check_momentum_dtype(group["momentum_dtype"])
+        self._hyper(group)
+        names = [self._names[id(p)] for p in group["params"]]
+        group["blocks"] = resolve_group(group["blocks"], names, group["params"])
+
+    def _fit_state(self, group: dict[str, Any]) -> None:
+        for i, p in enumerate(group["params"]):
+            if group["algorithm"] == "adamw":
+                if p not in self.state:
+                    init_adamw_state(self.state[p], p)
+                continue
+            fresh = "master" not in self.state[p]
+            fit_muon_state(self.state[p], p, group, _blocks(group, i))
+            if fresh and "master" in self.state[p]:
+                self._master_versions[id(p)] = local_part(p)._version
 
     def _use(self, runtimes: Iterable[Runtime]) -> None:
         for runtime in runtimes:
@@ -179,42 +237,26 @@ class Muon(torch.optim.Optimizer):
                 self._runtimes.append(runtime)
 
     def _check_parameter(self, p: torch.Tensor, algorithm: str) -> None:
-        what = (
-            f"dmuon: parameter {self._names.get(id(p), '<unnamed>')!r} {tuple(p.shape)} {p.dtype}"
-        )
+        what = f"dmuon: parameter {self._names[id(p)]!r} {tuple(p.shape)} {p.dtype}"
         if not p.is_floating_point():
-            raise ValueError(f"{what}: only floating-point parameters can be optimized")
+            raise ValueError(
+                f"{what}: only floating-point parameters can be optimized; leave it out of the "
+                "optimizer (requires_grad=False)"
+                + (", or hold it as two real ones" if p.is_complex() else "")
+            )
         if algorithm == "adamw":
             if isinstance(p, OwnedTensor):
                 raise ValueError(f"{what} is dedicated and must be in a muon group")
             return
         if p.layout != torch.strided:
-            raise ValueError(f"{what} has layout {p.layout}; Muon needs a dense matrix")
+            raise ValueError(
+                f"{what} has layout {p.layout}; Muon needs a dense matrix: use to_dense(), or "
+                "another optimizer for it"
+            )
         if p.ndim < 2:
             raise ValueError(f'{what} is not a matrix; put it in a group with "algorithm": "adamw"')
         if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
             raise ValueError(f"{what} is sharded as {p.placements} but not dedicated; {_ORDER}")
-
-    def _check_options(self, group: dict[str, Any]) -> None:
-        if group["algorithm"] == "muon":
-            self._hyper(group)
-        else:
-            none: list[torch.Tensor] = []
-            _C.adamw_update(none, none, none, none, none, **_adamw_options(group))
-
-    def _init_state(self, p: torch.Tensor, algorithm: str) -> None:
-        state = self.state[p]
-        if algorithm == "muon":
-            wide = torch.float32 if p.dtype in _HALF else p.dtype
-            local = _local(p).detach()
-            state["momentum_buffer"] = _like(p, torch.zeros_like(local, dtype=wide))
-            if p.dtype in _HALF:
-                state["master"] = _like(p, local.to(wide, copy=True))
-                self._master_versions[id(p)] = _local(p)._version
-        else:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(p, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(p, requires_grad=False)
 
     # --- step ----------------------------------------------------------------------------------
 
@@ -229,11 +271,15 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         updated: set[int] = set()
+        first = 0
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                self._step_muon(group, updated)
+                self._step_muon(group, first, updated)
             else:
                 self._step_adamw(group)
+            first += len(group["params"])
+        for hook in list(self._update_hooks.values()):
+            hook(self)
         for runtime in self._runtimes:
             runtime.steps += 1
             runtime.publish(updated)
@@ -259,43 +305,81 @@ class Muon(torch.optim.Optimizer):
             float(group["weight_decay"]),
             group["adjust_lr_fn"] or "original",
             self._configs[key],
+            group["variant"],
+            float(group["beta2"]),
+            bool(group["cautious"]),
+            _seed(group["seed"]),
         )
 
-    def _step_muon(self, group: dict[str, Any], updated: set[int]) -> None:
-        weights, gradients, momenta, halves = [], [], [], []
-        for p in group["params"]:
+    def _step_muon(self, group: dict[str, Any], first: int, updated: set[int]) -> None:
+        """``first``: the index of the group's first parameter in the optimizer."""
+        if not isinstance(group["blocks"], (list, type(None))):  # set by the user since
+            self._settle(group)
+            self._fit_state(group)
+        weights: list[torch.Tensor] = []
+        gradients, momenta, moments, blocks, streams, halves = [], [], [], [], [], []
+        for i, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
-            gradient = _local_gradient(p)  # checked on every rank
+            self._check_gradient(p)
+            gradient = local_gradient(p)  # checked on every rank
             updated.add(id(p))
-            local = _local(p)
+            state = self.state[p]
+            draws = state.get("step")
+            if draws is not None:
+                draws += 1  # on every rank
+            local = local_part(p)
             if local.numel() == 0:
                 continue  # another rank's
-            state = self.state[p]
-            weight = local.detach()
+            weight = self._weight(p)
             if "master" in state:
-                weight = _local(state["master"])
-                if local._version != self._master_versions.get(id(p)):
-                    weight.copy_(local)  # loaded or changed from outside since the last step
                 halves.append((p, local, weight))
             weights.append(weight)
             gradients.append(gradient)
+            momenta.append(local_part(state["momentum_buffer"]))
+            blocks.append(_blocks(group, i))
+            if "second_momentum_buffer" in state:
+                moments.append(local_part(state["second_momentum_buffer"]))
+            if draws is not None:
+                streams.append((first + i, int(draws)))
             for runtime in _runtimes_behind([p]):
-                runtime.orthogonalized += p.shape[0] if p.ndim == 3 else 1
-            momenta.append(_local(state["momentum_buffer"]))
-        _C.muon_update(weights, gradients, momenta, self._hyper(group))
+                stacked = p.shape[0] if p.ndim == 3 else 1
+                runtime.orthogonalized += stacked * (len(blocks[-1][1]) if blocks[-1] else 1)
+        _C.muon_update(
+            weights, gradients, momenta, self._hyper(group),
+            second_moments=moments, blocks=blocks, streams=streams,
+        )  # fmt: skip
         for p, local, master in halves:
             local.copy_(master)
             self._master_versions[id(p)] = local._version
+
+    def _check_gradient(self, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        if p.grad.layout != torch.strided:
+            raise ValueError(
+                f"dmuon: the gradient of parameter {self._names[id(p)]!r} {tuple(p.shape)} has "
+                f"layout {p.grad.layout}; Muon needs dense gradients: sparse=False in an "
+                'embedding, or a group with "algorithm": "adamw"'
+            )
+
+    def _weight(self, p: torch.Tensor) -> torch.Tensor:
+        """What the update changes on this rank: the fp32 master, or the parameter itself."""
+        local = local_part(p)
+        if "master" not in self.state[p]:
+            return local.detach()
+        master = local_part(self.state[p]["master"])
+        if local._version != self._master_versions.get(id(p)):
+            master.copy_(local)  # loaded or changed from outside since the last step
+        return master
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         states = [self.state[p] for p in params]
         _C.adamw_update(
-            [_local(p).detach() for p in params],
-            [_local(p.grad) for p in params],
-            [_local(s["exp_avg"]) for s in states],
-            [_local(s["exp_avg_sq"]) for s in states],
+            [local_part(p).detach() for p in params],
+            [local_part(p.grad) for p in params],
+            [local_part(s["exp_avg"]) for s in states],
+            [local_part(s["exp_avg_sq"]) for s in states],
             [s["step"] for s in states],
             **_adamw_options(group),
         )
@@ -305,6 +389,47 @@ class Muon(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for runtime in self._runtimes:
             runtime.drop_gradients()
+
+    # --- hooks ---------------------------------------------------------------------------------
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """``hook(optimizer)`` is called in every step, on every rank, between update and publish.
+
+        The place to change whole matrices by ``edit_weight``, as ``QKClip`` does. torch's own step
+        hooks run before and after the whole step.
+
+        Returns:
+            A handle with ``remove()``.
+        """
+        handle = RemovableHandle(self._update_hooks)
+        self._update_hooks[handle.id] = hook
+        return handle
+
+    @torch.no_grad()
+    def edit_weight(self, p: torch.Tensor, edit: Callable[[torch.Tensor], Any]) -> None:
+        """Changes a whole weight in place: ``edit(W)``, on its owner only if it is dedicated.
+
+        ``W`` is what the update works on: the fp32 master of an fp16 or bf16 parameter. To be
+        called on all ranks alike; what was changed outside ``step`` is published at the next
+        forward.
+
+        Raises:
+            ValueError: a parameter that is sharded, so that no rank has the whole matrix.
+        """
+        if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
+            raise ValueError(
+                f"dmuon: parameter {self._names.get(id(p))!r} {tuple(p.shape)} is sharded as "
+                f"{p.placements}: no rank has the whole of it; dedicate it, or leave it to Muon"
+            )
+        local = local_part(p)
+        if not isinstance(p, OwnedTensor) or p.is_owner:
+            weight = self._weight(p)
+            edit(weight)
+            if "master" in self.state[p]:
+                local.copy_(weight)
+        increment_version(local)  # on all ranks: the units ask for it
+        if "master" in self.state[p]:
+            self._master_versions[id(p)] = local._version
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -317,14 +442,22 @@ class Muon(torch.optim.Optimizer):
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
+        self._update_hooks = OrderedDict()
+        for number, group in enumerate(self.param_groups):
+            for position, p in enumerate(group["params"]):
+                self._names[id(p)] = f"{position} of group {number}"
         self._use(_runtimes_behind(p for group in self.param_groups for p in group["params"]))
         for p, values in self.state.items():
             if "master" in values:
-                self._master_versions[id(p)] = _local(p)._version
+                self._master_versions[id(p)] = local_part(p)._version
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but into the existing tensors: their dtypes and owners stay.
+        """As in torch, but into the existing tensors: their owners stay.
+
+        Takes the state of ``torch.optim.Muon`` as it is; one whose momentum is a plain sum,
+        ``buf = momentum * buf + g``, through ``dmuon.ema_momentum``. Options come from the state,
+        as in torch, and with them the dtype of the momentum; what it lacks stays.
 
         A collective over the mesh where ``state_dict`` holds whole or otherwise sharded tensors.
         """
@@ -339,6 +472,9 @@ class Muon(torch.optim.Optimizer):
         params = [p for g in self.param_groups for p in g["params"]]
         self.state.clear()
         self.state.update(kept)
+        for group in self.param_groups:  # the options are the loaded ones now
+            self._settle(group)
+            self._fit_state(group)
         for index, p in zip(indices, params):
             for key, value in loaded.get(index, {}).items():
                 old = self.state[p].get(key)
@@ -347,7 +483,7 @@ class Muon(torch.optim.Optimizer):
                 else:
                     self.state[p][key] = value
             if "master" in self.state[p] and "master" in loaded.get(index, {}):
-                self._master_versions[id(p)] = _local(p)._version
+                self._master_versions[id(p)] = local_part(p)._version
 
 
 def make_config(
@@ -395,15 +531,16 @@ def _adamw_options(group: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _blocks(group: dict[str, Any], index: int) -> Any:
+    return None if group["blocks"] is None else group["blocks"][index]
 
 
-def _local_gradient(p: torch.Tensor) -> torch.Tensor:
-    grad = own_gradient(p) if isinstance(p, OwnedTensor) else p.grad
-    assert grad is not None
-    return _local(grad)
+def _plain_name(name: str) -> str:
+    """Without what ``torch.compile`` and activation checkpointing put into names."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def _like(p: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    return p.like(local) if isinstance(p, OwnedTensor) else local
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"dmuon: Muon: seed must be an integer in [0, 2**64), got {seed!r}")
+    return seed
