@@ -28,6 +28,7 @@ from . import _backend
 from ._blocks import Blocks
 from ._C import OwnershipPlan, ProcessGroupDMuon
 from ._collectives import broadcast_from_owners, reduce_to_owners
+from ._convert import ema_momentum
 from ._dedicate import dedicate_params, dedicate_params_ddp, no_sync
 from ._engine import newton_schulz
 from ._muon import Muon
@@ -54,6 +55,7 @@ __all__ = [
     "cmake_prefix_path",
     "dedicate_params",
     "dedicate_params_ddp",
+    "ema_momentum",
     "newton_schulz",
     "no_sync",
     "reduce_to_owners",
