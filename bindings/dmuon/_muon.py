@@ -16,7 +16,10 @@ from . import _C
 from ._blocks import check_used, resolve_group
 from ._boundary import default_predicate
 from ._muon_state import (
-    check_momentum_dtype,
+    MOMENTUM_DTYPES,
+    NS_DTYPES,
+    dtype_name,
+    dtype_of,
     fit_muon_state,
     init_adamw_state,
     local_gradient,
@@ -38,7 +41,7 @@ class Muon(torch.optim.Optimizer):
     and bf16 parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq". A matrix is
     (m, n); each of a stack (E, m, n); (m, the rest) of a convolution; each of ``blocks``.
 
-    All options may differ per group; they are read at every step.
+    All options may differ per group; they are read at every step. Groups hold dtypes by name.
 
     Args:
         model_or_params: a module: its dedicated parameters go to the group "muon", all others that
@@ -214,8 +217,9 @@ class Muon(torch.optim.Optimizer):
             none: list[torch.Tensor] = []
             _C.adamw_update(none, none, none, none, none, **_adamw_options(group))
             return
-        check_momentum_dtype(group["momentum_dtype"])
         self._hyper(group)
+        for key, allowed in (("momentum_dtype", MOMENTUM_DTYPES), ("ns_dtype", NS_DTYPES)):
+            group[key] = dtype_name(group[key], key, allowed)
         names = [self._names[id(p)] for p in group["params"]]
         group["blocks"] = resolve_group(group["blocks"], names, group["params"])
 
@@ -293,11 +297,9 @@ class Muon(torch.optim.Optimizer):
             coefficients = tuple(tuple(float(x) for x in step) for step in coefficients)
         if not isinstance(mode, str):
             mode = tuple(int(i) for i in mode)
-        key = (coefficients, group["ns_steps"], mode, group["ns_dtype"])
+        key = (coefficients, group["ns_steps"], mode, dtype_of(group["ns_dtype"], "ns_dtype"))
         if key not in self._configs:
-            self._configs[key] = make_config(
-                coefficients, group["ns_steps"], mode, group["ns_dtype"]
-            )
+            self._configs[key] = make_config(*key)
         return _C.MuonHyper(
             float(group["lr"]),
             float(group["momentum"]),

@@ -12,7 +12,8 @@ from ._owned_tensor import OwnedTensor
 from ._runtime import own_gradient
 
 HALF = (torch.float16, torch.bfloat16)
-_MOMENTUM_DTYPES = (None, torch.float32, torch.bfloat16)
+MOMENTUM_DTYPES = (None, torch.float32, torch.bfloat16)
+NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,13 +37,26 @@ def like(p: torch.Tensor, local: torch.Tensor, shape: Any = None) -> torch.Tenso
     return OwnedTensor.build(local, p._view, p._owner, shape)
 
 
-def check_momentum_dtype(dtype: Any) -> None:
-    """Raises ValueError for a dtype that a momentum cannot have."""
-    if dtype not in _MOMENTUM_DTYPES:
-        raise ValueError(
-            f"dmuon: Muon: momentum_dtype must be None, torch.float32 or torch.bfloat16, got "
-            f"{dtype!r}"
-        )
+def dtype_of(value: Any, option: str) -> torch.dtype | None:
+    """A dtype from itself or its name; None stays None.
+
+    Groups hold names: torch's distributed checkpoints take numbers and strings only.
+
+    Raises:
+        ValueError: no dtype's name, with the option's.
+    """
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dmuon: Muon: {option} must be a torch.dtype or None, got {value!r}")
+    return dtype
+
+
+def dtype_name(value: Any, option: str, allowed: tuple[torch.dtype | None, ...]) -> str | None:
+    """The form in which a group holds a dtype; ValueError if it is none of the allowed ones."""
+    dtype = dtype_of(value, option)
+    if dtype not in allowed:
+        raise ValueError(f"dmuon: Muon: {option} must be one of {list(allowed)}, got {value!r}")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def fit_muon_state(
@@ -51,7 +65,7 @@ def fit_muon_state(
     """Gives a parameter the state that its group's options need; keeps the values it has."""
     local = local_part(p).detach()
     wide = torch.float32 if p.dtype in HALF else p.dtype
-    dtype = group["momentum_dtype"] or wide
+    dtype = dtype_of(group["momentum_dtype"], "momentum_dtype") or wide
     buffer = state.get("momentum_buffer")
     if buffer is None:
         state["momentum_buffer"] = like(p, torch.zeros_like(local, dtype=dtype))
