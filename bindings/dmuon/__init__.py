@@ -34,6 +34,7 @@ from ._engine import newton_schulz
 from ._muon import Muon
 from ._owned_tensor import OwnedTensor
 from ._paths import cmake_prefix_path
+from ._qk_clip import QKClip
 from ._stats import Stats, stats
 
 _backend.register()
@@ -49,6 +50,7 @@ __all__ = [
     "OwnedTensor",
     "OwnershipPlan",
     "ProcessGroupDMuon",
+    "QKClip",
     "Stats",
     "__version__",
     "broadcast_from_owners",

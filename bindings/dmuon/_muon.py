@@ -416,8 +416,11 @@ class Muon(torch.optim.Optimizer):
         forward.
 
         Raises:
-            ValueError: a parameter that is sharded, so that no rank has the whole matrix.
+            ValueError: a parameter of another optimizer, or one that is sharded, so that no rank
+                has the whole matrix.
         """
+        if p not in self.state:
+            raise ValueError(f"dmuon: a parameter {tuple(p.shape)} is not in this optimizer")
         if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
             raise ValueError(
                 f"dmuon: parameter {self._names.get(id(p))!r} {tuple(p.shape)} is sharded as "
