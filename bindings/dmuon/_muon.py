@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._blocks import check_used, resolve_group
-from ._boundary import default_predicate
+from ._muon_groups import check_gradient, check_parameter, split_model
 from ._muon_state import (
     MOMENTUM_DTYPES,
     NS_DTYPES,
@@ -26,7 +26,7 @@ from ._muon_state import (
     local_part,
 )
 from ._owned_tensor import OwnedTensor
-from ._runtime import _ORDER, Runtime, runtimes_of
+from ._runtime import Runtime, runtimes_of
 
 #: Called inside ``step``; see ``Muon.register_update_hook``.
 UpdateHook = Callable[["Muon"], None]
@@ -136,7 +136,8 @@ class Muon(torch.optim.Optimizer):
 
     def _groups(self, model_or_params: Any, extra: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(model_or_params, nn.Module):
-            muon, adamw = self._split(model_or_params)
+            self._use(runtimes_of(model_or_params))
+            self._names, muon, adamw = split_model(model_or_params)
         else:
             muon, adamw = [], []
             for item in model_or_params:
@@ -162,30 +163,6 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("dmuon: Muon got no parameters")
         return groups
 
-    def _split(self, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        self._use(runtimes_of(model))
-        named = [(_plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-        self._names = {id(p): n for n, p in named}
-        if any(isinstance(p, OwnedTensor) for _, p in named):
-            muon: list[nn.Parameter] = [p for _, p in named if isinstance(p, OwnedTensor)]  # type: ignore[misc]
-        else:
-            sharded = next((n for n, p in named if isinstance(p, DTensor)), None)
-            if sharded is not None:
-                raise ValueError(
-                    f"dmuon: no parameter is dedicated, but {sharded!r} is sharded already; "
-                    f"{_ORDER}"
-                )
-            test = default_predicate(model)
-            muon = [p for n, p in named if test(n, p)]
-            if not muon:
-                raise ValueError(
-                    "dmuon: found no matrix for Muon inside the blocks of this "
-                    f"{type(model).__name__}; pass the parameters, or param_groups with "
-                    '"algorithm": "muon"'
-                )
-        chosen = {id(p) for p in muon}
-        return muon, [p for _, p in named if id(p) not in chosen]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``, with "algorithm": "muon" or "adamw"."""
         params = param_group["params"]
@@ -203,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         for position, parameter in enumerate(params):
             place = f"{position} of group {len(self.param_groups)}"
             self._names.setdefault(id(parameter), place)
-            self._check_parameter(parameter, algorithm)
+            check_parameter(parameter, self._names[id(parameter)], algorithm)
         self._settle(group)
         super().add_param_group(group)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
@@ -239,28 +216,6 @@ class Muon(torch.optim.Optimizer):
             if runtime not in self._runtimes:
                 runtime.bind()
                 self._runtimes.append(runtime)
-
-    def _check_parameter(self, p: torch.Tensor, algorithm: str) -> None:
-        what = f"dmuon: parameter {self._names[id(p)]!r} {tuple(p.shape)} {p.dtype}"
-        if not p.is_floating_point():
-            raise ValueError(
-                f"{what}: only floating-point parameters can be optimized; leave it out of the "
-                "optimizer (requires_grad=False)"
-                + (", or hold it as two real ones" if p.is_complex() else "")
-            )
-        if algorithm == "adamw":
-            if isinstance(p, OwnedTensor):
-                raise ValueError(f"{what} is dedicated and must be in a muon group")
-            return
-        if p.layout != torch.strided:
-            raise ValueError(
-                f"{what} has layout {p.layout}; Muon needs a dense matrix: use to_dense(), or "
-                "another optimizer for it"
-            )
-        if p.ndim < 2:
-            raise ValueError(f'{what} is not a matrix; put it in a group with "algorithm": "adamw"')
-        if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
-            raise ValueError(f"{what} is sharded as {p.placements} but not dedicated; {_ORDER}")
 
     # --- step ----------------------------------------------------------------------------------
 
@@ -323,7 +278,7 @@ class Muon(torch.optim.Optimizer):
         for i, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
-            self._check_gradient(p)
+            check_gradient(p, self._names[id(p)])
             gradient = local_gradient(p)  # checked on every rank
             updated.add(id(p))
             state = self.state[p]
@@ -354,15 +309,6 @@ class Muon(torch.optim.Optimizer):
         for p, local, master in halves:
             local.copy_(master)
             self._master_versions[id(p)] = local._version
-
-    def _check_gradient(self, p: torch.Tensor) -> None:
-        assert p.grad is not None
-        if p.grad.layout != torch.strided:
-            raise ValueError(
-                f"dmuon: the gradient of parameter {self._names[id(p)]!r} {tuple(p.shape)} has "
-                f"layout {p.grad.layout}; Muon needs dense gradients: sparse=False in an "
-                'embedding, or a group with "algorithm": "adamw"'
-            )
 
     def _weight(self, p: torch.Tensor) -> torch.Tensor:
         """What the update changes on this rank: the fp32 master, or the parameter itself."""
@@ -538,11 +484,6 @@ def _adamw_options(group: dict[str, Any]) -> dict[str, float]:
 
 def _blocks(group: dict[str, Any], index: int) -> Any:
     return None if group["blocks"] is None else group["blocks"][index]
-
-
-def _plain_name(name: str) -> str:
-    """Without what ``torch.compile`` and activation checkpointing put into names."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _seed(seed: Any) -> int:

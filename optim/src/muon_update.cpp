@@ -1,7 +1,6 @@
 #include <dmuon/optim/muon_update.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
@@ -10,6 +9,8 @@
 #include <map>
 #include <tuple>
 #include <utility>
+
+#include "orthogonalize_all.h"
 
 namespace dmuon::optim {
 namespace {
@@ -113,39 +114,6 @@ std::vector<Indices> groupForBatching(const std::vector<MuonParameter>& paramete
     }
   }
   return groups;
-}
-
-// Orthogonalizes every piece, (m, n) or (E, m, n); on other devices than the CPU those of equal
-// (m, n) in one batched iteration.
-std::vector<at::Tensor> orthogonalizeAll(const std::vector<at::Tensor>& pieces,
-                                         const NewtonSchulzConfig& config) {
-  std::vector<at::Tensor> results(pieces.size());
-  std::map<std::pair<int64_t, int64_t>, Indices> equal;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i].is_cpu()) {
-      results[i] = newtonSchulz(pieces[i], config);
-    } else {
-      equal[{pieces[i].size(-2), pieces[i].size(-1)}].push_back(i);
-    }
-  }
-  for (const auto& [shape, indices] : equal) {
-    if (indices.size() == 1) {
-      results[indices[0]] = newtonSchulz(pieces[indices[0]], config);
-      continue;
-    }
-    std::vector<at::Tensor> stacks;
-    std::vector<int64_t> counts;
-    for (const size_t i : indices) {
-      stacks.push_back(pieces[i].dim() == 3 ? pieces[i] : pieces[i].unsqueeze(0));
-      counts.push_back(stacks.back().size(0));
-    }
-    const auto parts = newtonSchulz(at::cat(stacks), config).split_with_sizes(counts);
-    for (size_t k = 0; k < indices.size(); ++k) {
-      const size_t i = indices[k];
-      results[i] = pieces[i].dim() == 3 ? parts[k] : parts[k].squeeze(0);
-    }
-  }
-  return results;
 }
 
 // What is left to do with one piece once it is orthogonalized.

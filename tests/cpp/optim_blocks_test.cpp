@@ -2,6 +2,7 @@
 #include <dmuon/optim/muon.h>
 #include <gtest/gtest.h>
 
+#include "../../optim/src/orthogonalize_all.h"
 #include "optim_reference.h"
 
 namespace dmuon::optim {
@@ -120,6 +121,28 @@ TEST(Blocks, AreAnOptionOfTheOptimizersGroups) {
   EXPECT_FALSE(fused.detach().equal(plain.detach()));
   EXPECT_THROW(Muon(std::vector<torch::Tensor>{plain}, MuonOptions(blocks).block_dim(1)),
                c10::Error);
+}
+
+// How GPUs take them, on the CPU.
+TEST(Blocks, InBatchesAreWhatTheyAreOneByOne) {
+  at::manual_seed(3);
+  const at::Tensor fused = at::randn({14, 6});
+  const std::vector<at::Tensor> pieces = {
+      fused.narrow(0, 0, 4), at::randn({3, 5, 6}), fused.narrow(0, 4, 5), at::randn({6, 4}).t(),
+      at::randn({2, 4, 6}),  at::randn({7, 7}),    fused.narrow(0, 9, 5)};
+  const auto config = makeNewtonSchulzConfig("you", 5, "fast");
+  const auto single = orthogonalizeAll(pieces, config);
+  const auto batched = orthogonalizeInBatches(pieces, config);
+  ASSERT_EQ(batched.size(), pieces.size());
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    ASSERT_EQ(batched[i].sizes(), pieces[i].sizes()) << i;
+    EXPECT_TRUE(batched[i].is_contiguous()) << i;
+    EXPECT_LE(relativeError(batched[i], single[i]), 1e-6) << i;
+    if (pieces[i].dim() == 2) {
+      EXPECT_LE(relativeError(batched[i], testing::referenceOrthogonal(pieces[i], config.steps)),
+                1e-5);
+    }
+  }
 }
 
 }  // namespace

@@ -8,8 +8,8 @@
 //
 // Options beyond that, all off by default: a parameter cut into blocks (blocks.h), variants that
 // scale X (variants.h), a momentum in bf16 (stochastic_rounding.h), and cautious weight decay (Chen
-// et al., "Cautious Weight Decay", arXiv 2510.12402): W_ij decays only where X_ij W_ij >= 0:
-// where the step takes it towards zero too, or leaves it.
+// et al., "Cautious Weight Decay", arXiv 2510.12402): W_ij decays only where X_ij W_ij >= 0, that
+// is where the step, too, takes it towards zero, or leaves it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
