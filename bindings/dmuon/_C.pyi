@@ -1,6 +1,6 @@
 """dmuon's C++ layers as Python sees them. Private: the public names are in ``dmuon`` itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -173,6 +173,7 @@ class OwnershipPlan:
         replicate_size: int,
         shard_size: int,
         cost: str = ...,
+        blocks: Mapping[str, tuple[int, Sequence[int]] | None] = ...,
     ) -> None: ...
     @property
     def entries(self) -> list[PlanEntry]: ...

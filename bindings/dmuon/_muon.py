@@ -59,9 +59,10 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of the iteration; None: fp32 on CPU, fp16 on CUDA.
         adjust_lr_fn: "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)),
             "spectral_unclamped" sqrt(m/n), or "none".
-        blocks: fused weights whose blocks are matrices of their own: a ``Blocks`` or ``{"dim": 0,
-            "sizes": [...]}`` for all parameters; or a mapping from name patterns to such, or a
-            callable ``(name, parameter)``.
+        blocks: fused weights whose blocks are matrices of their own, beside those that
+            ``dedicate_params`` was told of: a ``Blocks`` or ``{"dim": 0, "sizes": [...]}`` for all
+            parameters; or a mapping from name patterns to such, or a callable ``(name,
+            parameter)``.
         variant: "none"; "normuon" (arXiv 2510.05491): each row of X divided by the root of a
             running mean of its squares; "adamuon" (arXiv 2507.11005): X from the signs of the
             direction, each element divided so, use it with adjust_lr_fn="match_rms_adamw". Adds the
@@ -197,8 +198,14 @@ class Muon(torch.optim.Optimizer):
         self._hyper(group)
         for key, allowed in (("momentum_dtype", MOMENTUM_DTYPES), ("ns_dtype", NS_DTYPES)):
             group[key] = dtype_name(group[key], key, allowed)
-        names = [self._names[id(p)] for p in group["params"]]
-        group["blocks"] = resolve_group(group["blocks"], names, group["params"])
+        params = group["params"]
+        given = resolve_group(group["blocks"], [self._names[id(p)] for p in params], params)
+        told: dict[int, Any] = {}
+        for runtime in dict.fromkeys(_runtimes_behind(params)):
+            told.update(runtime.blocks())
+        own = given or [None] * len(params)
+        blocks = [entry or told.get(id(p)) for entry, p in zip(own, params)]
+        group["blocks"] = blocks if any(blocks) else None
 
     def _fit_state(self, group: dict[str, Any]) -> None:
         for i, p in enumerate(group["params"]):

@@ -162,10 +162,14 @@ void registerPlan(py::module_& m) {
   py::class_<OwnershipPlan>(m, "OwnershipPlan")
       .def(py::init([](const std::vector<std::tuple<std::string, std::string, std::vector<int64_t>,
                                                     int64_t>>& matrices,
-                       int64_t replicate_size, int64_t shard_size, const std::string& cost) {
+                       int64_t replicate_size, int64_t shard_size, const std::string& cost,
+                       const std::map<std::string, BlockPair>& blocks) {
              std::vector<PlanMatrix> list;
              for (const auto& [name, unit, shape, bytes] : matrices) {
                list.push_back({name, unit, shape, bytes});
+               const auto own = blocks.find(name);
+               if (own == blocks.end() || !own->second) continue;
+               std::tie(list.back().block_dim, list.back().block_sizes) = *own->second;
              }
              PlanOptions options;
              options.replicate_size = replicate_size;
@@ -174,7 +178,7 @@ void registerPlan(py::module_& m) {
              return OwnershipPlan(std::move(list), options);
            }),
            py::arg("matrices"), py::arg("replicate_size"), py::arg("shard_size"),
-           py::arg("cost") = "measured")
+           py::arg("cost") = "measured", py::arg("blocks") = std::map<std::string, BlockPair>())
       .def_property_readonly("entries", &OwnershipPlan::entries)
       .def_property_readonly("mesh_shape",
                              [](const OwnershipPlan& p) {

@@ -198,8 +198,10 @@ OwnershipPlan Muon::plan() const {
     for (size_t i = 0; i < parameters.size(); ++i) {
       const std::string name = std::to_string(g) + "." + std::to_string(i);
       // All move together, so nothing is to be spread but the cost: every matrix is its own unit.
-      matrices.push_back(
-          {name, name, parameters[i].sizes().vec(), static_cast<int64_t>(parameters[i].nbytes())});
+      const MuonOptions& own = muonOptions(param_groups_[g]);
+      matrices.push_back({name, name, parameters[i].sizes().vec(),
+                          static_cast<int64_t>(parameters[i].nbytes()), own.block_dim(),
+                          own.block_sizes()});
     }
   }
   PlanOptions options;

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from reference import relative
 
 import dmuon
+from dmuon import _C
 
 OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 SAME = {"lr": 0.05, "mu": 0.9, "wd": 0.1}
@@ -222,9 +223,14 @@ def batch(step, rank):
 
 
 def train(rank, layout):
-    model, _ = distribute(Net(), layout, predicate=lambda n, p: True)
+    spec = {"*.qkv_proj.weight": QKV}
+    early = layout == "(2,2)"  # one layout tells dedicate_params, the others Muon
+    model, plan = distribute(
+        Net(), layout, predicate=lambda n, p: True, blocks=spec if early else None
+    )
     inner = getattr(model, "module", model)
-    optimizer = dmuon.Muon(inner, blocks={"*.qkv_proj.weight": QKV}, **OPTIONS)
+    optimizer = dmuon.Muon(inner, blocks=None if early else spec, **OPTIONS)
+    assert ("blocks 0:8+2+2" in plan.canonical_text) == early
     for step in range(4):
         model(batch(step, rank)).square().sum().backward()
         optimizer.step()
@@ -253,3 +259,33 @@ def test_the_owner_of_a_fused_weight_does_each_block():
         for weights, _ in results:
             for name, reference in references.items():
                 assert relative(weights[name], reference.w) < 1e-5, (layout, name)
+
+
+def refuse(rank):
+    try:
+        distribute(Net(), "(4)", predicate=lambda n, p: True, blocks={"*.qkv*": dmuon.Blocks(0, 5)})
+    except ValueError as error:
+        return str(error)
+
+
+def test_dedicate_params_refuses_blocks_that_do_not_fit():
+    for message in run_ranks(4, refuse):
+        assert "layers.0.qkv_proj.weight" in message and "5" in message
+
+
+def test_the_plan_counts_what_the_blocks_cost():
+    def costs(blocks):
+        matrices = [
+            ("qkv", "u", [1536, 512], 4 * 1536 * 512),
+            ("o", "u", [512, 512], 4 * 512 * 512),
+        ]
+        plan = _C.OwnershipPlan(matrices, 1, 2, "flops", blocks)
+        return {e.name: e.cost for e in plan.entries}, plan.canonical_text, plan.hash
+
+    joint, text, number = costs({})
+    cut, cut_text, cut_number = costs({"qkv": (0, [512, 512, 512])})
+    assert cut["qkv"] == 3 * cut["o"] and joint["o"] == cut["o"] and joint["qkv"] != cut["qkv"]
+    assert "blocks" not in text and "blocks 0:512+512+512" in cut_text and number != cut_number
+    for bad in ((0, [512, 512]), (2, [512])):
+        with pytest.raises(ValueError, match=r"qkv.*\[1536, 512\]"):
+            costs({"qkv": bad})
