@@ -290,8 +290,8 @@ void Muon::update(const std::vector<Item>& items, const std::vector<MuonHyper>& 
       p.momentum = state.momentum_buffer();
       p.second_moment = state.second_momentum_buffer();
       p.index = item.index;
-      p.step = static_cast<uint64_t>(state.step());
       if (p.momentum.scalar_type() == at::kBFloat16) state.step(state.step() + 1);
+      p.step = static_cast<uint64_t>(state.step());
       parameters.push_back(std::move(p));
     }
     muonUpdate(parameters, hypers[g]);

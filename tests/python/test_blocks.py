@@ -261,6 +261,69 @@ def test_the_owner_of_a_fused_weight_does_each_block():
                 assert relative(weights[name], reference.w) < 1e-5, (layout, name)
 
 
+class Experts(nn.Module):
+    """An expert stack and a convolution, the latter in channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(start(3, 4, 6))
+        self.conv = nn.Conv2d(2, 5, 3, bias=False).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            self.conv.weight.copy_(start(5, 2, 3, 3))
+
+    def forward(self, x):  # (3, batch, 6)
+        y = self.conv(x[:, :, :2, None].permute(1, 2, 0, 3).expand(-1, -1, -1, 4))
+        return torch.tanh(x @ self.stack.mT).sum() + torch.tanh(y).sum()
+
+
+class ExpertNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Experts()])
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def expert_batch(step, rank):
+    return torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+EXPERT_OPTIONS = {"variant": "normuon", "blocks": {"*.stack": dmuon.Blocks(1, 2)}}
+
+
+def train_experts(rank, layout):
+    model, _ = distribute(ExpertNet(), layout, predicate=lambda n, p: True)
+    optimizer = dmuon.Muon(getattr(model, "module", model), **EXPERT_OPTIONS, **OPTIONS)
+    for step in range(3):
+        model(expert_batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+def test_expert_stacks_and_convolutions_have_owners_too():
+    alone = ExpertNet()
+    optimizer = dmuon.Muon(alone.named_parameters(), **EXPERT_OPTIONS, **OPTIONS)
+    references = {
+        n: Reference(p, blocks=(1, [2, 2]) if "stack" in n else None, variant="normuon", **SAME)
+        for n, p in alone.named_parameters()
+    }
+    for step in range(3):
+        for rank in range(4):
+            (alone(expert_batch(step, rank)) / 4).backward()
+        for name, p in alone.named_parameters():
+            references[name].step(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in alone.named_parameters():
+        assert relative(p, references[name].w) < 1e-5, name
+    for layout in ("(2,2)", "ddp"):
+        for weights in run_ranks(4, train_experts, layout):
+            for name, reference in references.items():
+                assert relative(weights[name], reference.w) < 1e-5, (layout, name)
+
+
 def refuse(rank):
     try:
         distribute(Net(), "(4)", predicate=lambda n, p: True, blocks={"*.qkv*": dmuon.Blocks(0, 5)})

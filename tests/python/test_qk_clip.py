@@ -249,3 +249,29 @@ def test_owners_clip_by_the_largest_logit_of_any_rank(layout):
                 assert relative(mine, gamma) < 1e-5
         for name, expected in weights.items():
             assert relative(final[name], expected) < 1e-5, name
+
+
+def edit_between_steps(rank, layout):
+    model, _ = distribute(Model(), layout, predicate=lambda n, p: True)
+    inner = getattr(model, "module", model)
+    optimizer = dmuon.Muon(inner, lr=1e-3)
+    before = full_weights(model)
+    model(batch(rank)).backward()
+    optimizer.zero_grad()
+    weight = inner.layers[0].q_proj.weight
+    optimizer.edit_weight(weight, lambda whole: whole.mul_(2))
+    after = full_weights(model)
+    with torch.no_grad():
+        return before, after, model(batch()).item()
+
+
+@pytest.mark.parametrize("layout", ["(2,2)", "ddp"])
+def test_a_weight_edited_between_steps_is_published_at_the_next_forward(layout):
+    alone = Model()
+    with torch.no_grad():
+        alone.layers[0].q_proj.weight.mul_(2)
+    for before, after, loss in run_ranks(4, edit_between_steps, layout):
+        for name in before:
+            factor = 2 if name == "layers.0.q_proj.weight" else 1
+            assert torch.equal(after[name], before[name] * factor)
+        assert abs(loss - alone(batch()).item()) < 1e-5

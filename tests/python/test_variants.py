@@ -382,3 +382,49 @@ def test_owners_do_what_one_process_does_bit_for_bit(options, layout, halves):
             rows = expected.shape[0]
             moment = (rows, 1) if options["variant"] == "normuon" else tuple(expected.shape)
             assert shapes[name]["second_momentum_buffer"] == moment
+
+
+def save_sharded(rank, layout, folder, options):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, _ = distribute(Matrices(), layout, predicate=lambda n, p: True)
+    optimizer = dmuon.Muon(model, lr=0.05, **options)
+    for step in range(2):
+        model(batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=folder
+    )
+    for step in range(2, 4):
+        model(batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+def load_sharded(rank, layout, folder, options):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, _ = distribute(Matrices(), layout, predicate=lambda n, p: True)
+    optimizer = dmuon.Muon(model, lr=0.05, **options)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    for step in range(2, 4):
+        model(batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("options", [VARIANTS[1], VARIANTS[2]])
+def test_a_sharded_checkpoint_goes_on_with_other_owners_bit_for_bit(options, tmp_path):
+    expected = run_ranks(4, save_sharded, "(2,2)", str(tmp_path), options)[0]
+    for weights in run_ranks(4, load_sharded, "(4)", str(tmp_path), options):
+        for name in expected:
+            assert torch.equal(weights[name], expected[name]), name
