@@ -1,7 +1,6 @@
 #include <dmuon/optim/muon_update.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -70,14 +69,13 @@ at::Tensor direction(const MuonParameter& p, const MuonHyper& hyper) {
 
 void decay(const at::Tensor& weight, const at::Tensor& x, const MuonHyper& hyper) {
   if (hyper.weight_decay == 0) return;
-  const double factor = 1.0 - hyper.lr * hyper.weight_decay;
-  if (!hyper.cautious) {
-    weight.mul_(factor);
-    return;
+  const double rate = hyper.lr * hyper.weight_decay;
+  if (hyper.cautious) {
+    const at::Tensor agree = x.mul(weight).ge_(0);  // 1 or 0
+    weight.addcmul_(weight, agree, -rate);
+  } else {
+    weight.mul_(1.0 - rate);
   }
-  // Signs, because a product of small numbers may vanish.
-  const at::Tensor agree = x.sign().mul_(weight.sign()).ge(0);
-  weight.copy_(at::where(agree, weight.mul(factor), weight));
 }
 
 // weight: one block, in its own shape.
