@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
             matrices that ``dedicate_params`` would choose go to "muon"). Or parameters: those of 2
             and more dimensions, dedicated or plain, all for Muon: a drop-in for
             ``torch.optim.Muon``.
-        lr: learning rate of the matrices, a number or a 0-dim tensor.
+        lr: learning rate of the matrices, a number or a 0-dim tensor (one on a GPU is waited for).
         momentum: in [0, 1).
         nesterov: look ahead by the momentum.
         weight_decay: decoupled; times the unadjusted ``lr``.
@@ -126,6 +126,7 @@ class Muon(torch.optim.Optimizer):
         self._names: dict[int, str] = {}
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
         self._master_versions: dict[int, int] = {}
+        self._fitted: dict[int, tuple[Any, ...]] = {}
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         groups = self._groups(model_or_params, list(param_groups or []))
         super().__init__(groups, {})
@@ -217,6 +218,13 @@ class Muon(torch.optim.Optimizer):
             fit_muon_state(self.state[p], p, group, _blocks(group, i))
             if fresh and "master" in self.state[p]:
                 self._master_versions[id(p)] = local_part(p)._version
+        self._fitted[id(group)] = _state_options(group)
+
+    def _follow_options(self, group: dict[str, Any]) -> None:
+        """Fits the state to options that were changed since the last step."""
+        if self._fitted.get(id(group)) != _state_options(group):
+            self._settle(group)
+            self._fit_state(group)
 
     def _use(self, runtimes: Iterable[Runtime]) -> None:
         for runtime in runtimes:
@@ -236,6 +244,11 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:  # before anything changes
+            if group["algorithm"] == "muon":
+                self._follow_options(group)
+                for p in group["params"]:
+                    check_gradient(p, self._names[id(p)])
         updated: set[int] = set()
         first = 0
         for group in self.param_groups:
@@ -277,21 +290,18 @@ class Muon(torch.optim.Optimizer):
 
     def _step_muon(self, group: dict[str, Any], first: int, updated: set[int]) -> None:
         """``first``: the index of the group's first parameter in the optimizer."""
-        if not isinstance(group["blocks"], (list, type(None))):  # set by the user since
-            self._settle(group)
-            self._fit_state(group)
+        rounded = group["momentum_dtype"] == "bfloat16"
+        varied = group["variant"] != "none"
         weights: list[torch.Tensor] = []
         gradients, momenta, moments, blocks, streams, halves = [], [], [], [], [], []
         for i, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
-            check_gradient(p, self._names[id(p)])
             gradient = local_gradient(p)  # checked on every rank
             updated.add(id(p))
             state = self.state[p]
-            draws = state.get("step")
-            if draws is not None:
-                draws += 1  # on every rank
+            if rounded:
+                state["step"] += 1  # on every rank
             local = local_part(p)
             if local.numel() == 0:
                 continue  # another rank's
@@ -302,10 +312,10 @@ class Muon(torch.optim.Optimizer):
             gradients.append(gradient)
             momenta.append(local_part(state["momentum_buffer"]))
             blocks.append(_blocks(group, i))
-            if "second_momentum_buffer" in state:
+            if varied:
                 moments.append(local_part(state["second_momentum_buffer"]))
-            if draws is not None:
-                streams.append((first + i, int(draws)))
+            if rounded:
+                streams.append((first + i, int(state["step"])))
             for runtime in _runtimes_behind([p]):
                 stacked = p.shape[0] if p.ndim == 3 else 1
                 runtime.orthogonalized += stacked * (len(blocks[-1][1]) if blocks[-1] else 1)
@@ -400,7 +410,7 @@ class Muon(torch.optim.Optimizer):
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
-        self._update_hooks = OrderedDict()
+        self._update_hooks, self._fitted = OrderedDict(), {}
         for number, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 self._names[id(p)] = f"{position} of group {number}"
@@ -487,6 +497,10 @@ def _adamw_options(group: dict[str, Any]) -> dict[str, float]:
         "eps": float(group["eps"]),
         "weight_decay": float(group["weight_decay"]),
     }
+
+
+def _state_options(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in ("variant", "momentum_dtype", "blocks"))
 
 
 def _blocks(group: dict[str, Any], index: int) -> Any:

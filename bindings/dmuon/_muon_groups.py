@@ -71,9 +71,8 @@ def check_parameter(p: torch.Tensor, name: str, algorithm: str) -> None:
 
 
 def check_gradient(p: torch.Tensor, name: str) -> None:
-    """Raises ValueError if the gradient that is there is no dense one."""
-    assert p.grad is not None
-    if p.grad.layout != torch.strided:
+    """Raises ValueError for a gradient that is no dense one."""
+    if p.grad is not None and p.grad.layout != torch.strided:
         raise ValueError(
             f"dmuon: the gradient of parameter {name!r} {tuple(p.shape)} has layout "
             f"{p.grad.layout}; Muon needs dense gradients: sparse=False in an embedding, or a "

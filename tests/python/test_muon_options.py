@@ -92,6 +92,37 @@ def test_a_change_of_any_option_between_steps_is_seen():
         optimizer.step()
 
 
+def test_state_follows_options_that_are_changed_between_steps():
+    w = nn.Parameter(start(9, 5))
+    optimizer = dmuon.Muon([w], lr=0.05)
+    reference = Reference(w, lr=0.05)
+    group, state = optimizer.param_groups[0], optimizer.state[w]
+    changes = [
+        {"variant": "normuon"},
+        {"variant": "adamuon"},
+        {"variant": "none", "momentum_dtype": torch.bfloat16},
+        {"momentum_dtype": None, "blocks": dmuon.Blocks(1, [2, 3])},
+        {"variant": "normuon"},
+    ]
+    for g, change in zip(gradients((9, 5), len(changes)), changes):
+        group.update(change)
+        cuts = group["blocks"] is not None
+        reference = Reference(w, lr=0.05, blocks=(1, [2, 3]) if cuts else None)
+        reference.variant = group["variant"]
+        kept = state["momentum_buffer"].to(group["momentum_dtype"] or torch.float32)
+        reference.buf = kept.double()
+        w.grad = g
+        optimizer.step()
+        reference.step(g)
+        assert relative(w, reference.w) < 1e-5, change
+        rounded = group["momentum_dtype"] is not None
+        assert state["momentum_buffer"].dtype == (torch.bfloat16 if rounded else torch.float32)
+        assert ("step" in state, "second_momentum_buffer" in state) == (
+            rounded,
+            group["variant"] != "none",
+        )
+
+
 def test_one_step_is_one_call_into_cpp_per_group(monkeypatch):
     calls = []
     real = dmuon._C.muon_update
@@ -181,12 +212,15 @@ def test_what_is_no_dense_real_matrix_is_refused_by_name(tensor, words, form):
 
 def test_a_sparse_gradient_is_refused_by_name_and_nothing_has_changed():
     embedding = nn.Embedding(5, 3, sparse=True)
-    before = embedding.weight.detach().clone()
-    optimizer = dmuon.Muon([("table", embedding.weight)], weight_decay=0.5)
+    first = nn.Parameter(start(4, 4))
+    before = [p.detach().clone() for p in (first, embedding.weight)]
+    groups = [{"params": [first]}, {"params": [("table", embedding.weight)]}]
+    optimizer = dmuon.Muon(groups, weight_decay=0.5)
+    first.grad = torch.eye(4)
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match=r"'table' \(5, 3\).*sparse.*sparse=False"):
         optimizer.step()
-    assert torch.equal(embedding.weight, before)
+    assert all(torch.equal(p, q) for p, q in zip((first, embedding.weight), before))
 
 
 @pytest.mark.parametrize(
