@@ -34,7 +34,7 @@ from ._engine import newton_schulz
 from ._muon import Muon
 from ._owned_tensor import OwnedTensor
 from ._paths import cmake_prefix_path
-from ._qk_clip import QKClip
+from ._qk_clip import QKClip, max_logits
 from ._stats import Stats, stats
 
 _backend.register()
@@ -58,6 +58,7 @@ __all__ = [
     "dedicate_params",
     "dedicate_params_ddp",
     "ema_momentum",
+    "max_logits",
     "newton_schulz",
     "no_sync",
     "reduce_to_owners",

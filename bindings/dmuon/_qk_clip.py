@@ -32,6 +32,46 @@ class _Rows:
         weight.mul_(by_row.view(-1, *[1] * (weight.ndim - 1)))
 
 
+@torch.no_grad()
+def max_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float | None = None,
+    *,
+    is_causal: bool = False,
+    chunk: int = 512,
+) -> torch.Tensor:
+    """The largest attention logit of each head, for ``QKClip.record``, where the attention itself
+    does not show its logits (``scaled_dot_product_attention``).
+
+    Args:
+        q: (batch, heads, tokens, dim).
+        k: (batch, kv_heads, other tokens, dim); kv_heads divides heads.
+        scale: of the logits; None: 1 / sqrt(dim), as in ``scaled_dot_product_attention``.
+        is_causal: query i sees the keys up to i.
+        chunk: queries at a time; (batch, heads, chunk, other tokens) logits are alive.
+
+    Returns:
+        (heads,), fp32, on q's device. Costs what Q K^T costs.
+    """
+    if q.ndim != 4 or k.ndim != 4 or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"dmuon: max_logits: q {tuple(q.shape)} and k {tuple(k.shape)} must be (batch, heads, "
+            "tokens, dim), with heads a multiple of k's"
+        )
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    largest = torch.full((q.shape[1],), -math.inf, device=q.device)
+    for first in range(0, q.shape[2], chunk):
+        part = q[:, :, first : first + chunk]
+        logits = (part @ keys.mT).float() * scale
+        if is_causal:
+            hidden = torch.ones(logits.shape[2:], dtype=torch.bool, device=q.device)
+            logits.masked_fill_(hidden.triu(first + 1), -math.inf)
+        largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)))
+    return largest
+
+
 class QKClip:
     """QK-Clip of MuonClip (Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv 2507.20534).
 
@@ -48,7 +88,7 @@ class QKClip:
     >>> for i, layer in enumerate(model.layers):
     ...     clip.add(f"{i}", layer.q_proj.weight, layer.k_proj.weight, heads=16, head_dim=64)
     >>> optimizer.register_update_hook(clip)
-    >>> clip.record("3", (q @ k.mT * scale).amax(dim=(0, 2, 3)))  # in the attention: (heads,)
+    >>> clip.record("3", dmuon.max_logits(q, k, is_causal=True))  # in the attention's forward
 
     Args:
         tau: the bound; the paper trains with 100.

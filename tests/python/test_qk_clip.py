@@ -153,6 +153,27 @@ def test_half_weights_are_clipped_in_their_master():
     assert torch.equal(q.detach(), optimizer.state[q]["master"].bfloat16())
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_max_logits_are_those_of_the_attention(causal, kv_heads):
+    g = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 6, 11, 4, generator=g)
+    k = torch.randn(2, kv_heads, 11, 4, generator=g)
+    logits = torch.einsum(
+        "bhid,bhjd->bhij", q.double(), k.double().repeat_interleave(6 // kv_heads, 1)
+    )
+    if causal:
+        seen = torch.tensor([[j <= i for j in range(11)] for i in range(11)])
+        logits = torch.where(seen, logits, -torch.inf)
+    for chunk in (4, 11, 100):
+        got = dmuon.max_logits(q, k, is_causal=causal, chunk=chunk)
+        assert got.shape == (6,) and relative(got, logits.amax(dim=(0, 2, 3)) / 2) < 1e-6
+        scaled = dmuon.max_logits(q.bfloat16(), k.bfloat16(), 3.0, is_causal=causal, chunk=chunk)
+        assert relative(scaled, logits.amax(dim=(0, 2, 3)) * 3) < 2e-2
+    with pytest.raises(ValueError, match=r"\(2, 6, 11, 4\).*\(2, 4, 11, 4\)"):
+        dmuon.max_logits(q, torch.zeros(2, 4, 11, 4))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -21,9 +21,9 @@ ADJUSTMENTS = ["original", "match_rms_adamw", "spectral_unclamped", "none"]
 def fp64_torch(monkeypatch):
     """torch.optim.Muon iterates in bf16 whatever its parameters: here in fp64, else as it is."""
     source = inspect.getsource(torch_muon._zeropower_via_newtonschulz)
-    assert source.count("torch.bfloat16") == 1
+    assert source.count("bfloat16") == 1  # ".bfloat16()" or "torch.bfloat16", by version
     namespace = dict(vars(torch_muon))
-    exec(source.replace("torch.bfloat16", "torch.float64"), namespace)
+    exec(source.replace(".bfloat16()", ".double()").replace("bfloat16", "float64"), namespace)
     monkeypatch.setattr(
         torch_muon, "_zeropower_via_newtonschulz", namespace["_zeropower_via_newtonschulz"]
     )

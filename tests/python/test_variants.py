@@ -296,6 +296,15 @@ def test_half_parameters_take_every_variant():
     assert optimizer.state[w]["second_momentum_buffer"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("variant", ["normuon", "adamuon"])
+def test_an_iteration_in_bf16_is_scaled_in_fp32(variant):
+    w = nn.Parameter(start(16, 24))
+    options = {"lr": 0.02, "variant": variant}
+    optimizer = dmuon.Muon([w], ns_dtype=torch.bfloat16, ns_mode="accurate", **options)
+    assert follow(w, Reference(w, **options), optimizer, 3) < 1e-2
+    assert optimizer.state[w]["second_momentum_buffer"].dtype == torch.float32
+
+
 # --- on owners -----------------------------------------------------------------------------------
 
 
