@@ -1,6 +1,6 @@
 """dmuon's C++ layers as Python sees them. Private: the public names are in ``dmuon`` itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -109,17 +109,30 @@ class MuonHyper:
         weight_decay: float,
         adjust_lr: str,
         newton_schulz: NewtonSchulzConfig,
+        variant: str = ...,
+        beta2: float = ...,
+        cautious: bool = ...,
+        seed: int = ...,
     ) -> None: ...
 
 def newton_schulz(g: torch.Tensor, config: NewtonSchulzConfig) -> torch.Tensor: ...
 def newton_schulz_flops(m: int, n: int, config: NewtonSchulzConfig) -> float: ...
 def coefficient_set_names() -> list[str]: ...
 def lr_ratio(adjust_lr: str, m: int, n: int) -> float: ...
+def check_blocks(blocks: tuple[int, Sequence[int]] | None, shape: Sequence[int]) -> None: ...
+def second_moment_shape(
+    variant: str, shape: Sequence[int], blocks: tuple[int, Sequence[int]] | None
+) -> list[int]: ...
+def round_stochastically(x: torch.Tensor, seed: int, parameter: int, step: int) -> torch.Tensor: ...
 def muon_update(
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
     hyper: MuonHyper,
+    *,
+    second_moments: Sequence[torch.Tensor] = ...,
+    blocks: Sequence[tuple[int, Sequence[int]] | None] = ...,
+    streams: Sequence[tuple[int, int]] = ...,
 ) -> int: ...
 def adamw_update(
     weights: Sequence[torch.Tensor],
@@ -160,6 +173,7 @@ class OwnershipPlan:
         replicate_size: int,
         shard_size: int,
         cost: str = ...,
+        blocks: Mapping[str, tuple[int, Sequence[int]] | None] = ...,
     ) -> None: ...
     @property
     def entries(self) -> list[PlanEntry]: ...

@@ -25,13 +25,16 @@ if torch.__version__.split(".")[:2] != _BUILT_WITH.split(".")[:2]:
     )
 
 from . import _backend
+from ._blocks import Blocks
 from ._C import OwnershipPlan, ProcessGroupDMuon
 from ._collectives import broadcast_from_owners, reduce_to_owners
+from ._convert import ema_momentum
 from ._dedicate import dedicate_params, dedicate_params_ddp, no_sync
 from ._engine import newton_schulz
 from ._muon import Muon
 from ._owned_tensor import OwnedTensor
 from ._paths import cmake_prefix_path
+from ._qk_clip import QKClip, max_logits
 from ._stats import Stats, stats
 
 _backend.register()
@@ -42,16 +45,20 @@ def _register_backend() -> None:
 
 
 __all__ = [
+    "Blocks",
     "Muon",
     "OwnedTensor",
     "OwnershipPlan",
     "ProcessGroupDMuon",
+    "QKClip",
     "Stats",
     "__version__",
     "broadcast_from_owners",
     "cmake_prefix_path",
     "dedicate_params",
     "dedicate_params_ddp",
+    "ema_momentum",
+    "max_logits",
     "newton_schulz",
     "no_sync",
     "reduce_to_owners",

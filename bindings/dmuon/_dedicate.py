@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from ._blocks import check_used, resolve
 from ._boundary import BoundaryPredicate, Predicate, default_predicate, unit_of
 from ._fsdp import param_groups
 from ._hiding import hide
@@ -58,7 +59,8 @@ def dedicate_params(
             module that holds the parameter.
         mp_policy: a ``MixedPrecisionPolicy``; default: that of the enclosing ``fully_shard``
             module.
-        blocks: reserved for fused matrices; must be None.
+        blocks: fused weights whose blocks are matrices of their own, as for ``Muon``, which takes
+            them from here then; the plan counts what the blocks cost.
         cost: how the plan weighs matrices: "measured" (a time model) or "flops".
         process_groups: "isolated": the operations of every role keep an order of their own, so that
             they never wait for each other or for the user's collectives.
@@ -90,13 +92,15 @@ def _dedicate(
     cost: str = "measured",
     process_groups: str = "isolated",
 ) -> _C.OwnershipPlan:
-    _check_options(reshard_after_forward, blocks, cost, process_groups)
+    _check_options(reshard_after_forward, cost, process_groups)
     view = MeshView(mesh)
     view.plain_scalars = for_ddp
     chosen = _choose(model, predicate)
     _check_fit(model, view, chosen)
 
     named = {name: parameter for name, parameter, _ in chosen}
+    cut = {name: resolve(blocks, name, parameter) for name, parameter in named.items()}
+    check_used(blocks, list(named))
     units: dict[str, list[str]] = {}
     for name in named:
         unit = unit_of(model, name, hook_boundary_predicate, hook_boundary_strict)
@@ -110,6 +114,7 @@ def _dedicate(
         view.shape[0],
         view.shape[1],
         cost,
+        cut,
     )
     view.check_equal(
         "what dedicate_params was called with",
@@ -129,7 +134,8 @@ def _dedicate(
         for name in names:
             owner = plan.owner(name)
             _rest_on_owner(named[name], places[name], view, owner, hidden=not for_ddp)
-            entries.setdefault(unit, []).append(Entry(name, owner, named[name].shape, places[name]))
+            entry = Entry(name, owner, named[name].shape, places[name], cut[name])
+            entries.setdefault(unit, []).append(entry)
     if chosen:
         Runtime(
             model,
@@ -205,11 +211,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 wrapped.set_requires_all_reduce(all_reduce, recurse=False)
 
 
-def _check_options(reshard: Any, blocks: Any, cost: str, process_groups: str) -> None:
+def _check_options(reshard: Any, cost: str, process_groups: str) -> None:
     if not isinstance(reshard, bool):
         raise ValueError(f"dmuon: reshard_after_forward must be True or False, got {reshard!r}")
-    if blocks is not None:
-        raise ValueError(f"dmuon: blocks={blocks!r} is not supported yet; pass None")
     if cost not in _COSTS:
         raise ValueError(f"dmuon: cost must be one of {_COSTS}, got {cost!r}")
     if process_groups != "isolated":

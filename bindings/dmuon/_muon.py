@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from ._boundary import default_predicate
+from ._blocks import check_used, resolve_group
+from ._muon_groups import check_gradient, check_parameter, split_model
+from ._muon_state import (
+    MOMENTUM_DTYPES,
+    NS_DTYPES,
+    dtype_name,
+    dtype_of,
+    fit_muon_state,
+    init_adamw_state,
+    local_gradient,
+    local_part,
+)
 from ._owned_tensor import OwnedTensor
-from ._runtime import _ORDER, Runtime, own_gradient, runtimes_of
+from ._runtime import Runtime, runtimes_of
 
-_MUON_KEYS = (
-    "lr", "momentum", "nesterov", "weight_decay",
-    "ns_steps", "ns_coefficients", "ns_mode", "ns_dtype", "adjust_lr_fn",
-)  # fmt: skip
-_ADAMW_KEYS = ("lr", "betas", "eps", "weight_decay")
-_HALF = (torch.float16, torch.bfloat16)
+#: Called inside ``step``; see ``Muon.register_update_hook``.
+UpdateHook = Callable[["Muon"], None]
 
 
 class Muon(torch.optim.Optimizer):
@@ -28,7 +38,10 @@ class Muon(torch.optim.Optimizer):
     Matrices follow ``torch.optim.Muon``: ``buf += (1 - momentum)(g - buf)``; orthogonalize
     ``g + momentum (buf - g)`` (nesterov) or ``buf``; ``W *= 1 - lr * weight_decay``;
     ``W -= lr * ratio(m, n) * X``. State: "momentum_buffer", fp32 (fp64 for fp64), and for fp16
-    and bf16 parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq".
+    and bf16 parameters an fp32 "master". For the rest: "step", "exp_avg", "exp_avg_sq". A matrix is
+    (m, n); each of a stack (E, m, n); (m, the rest) of a convolution; each of ``blocks``.
+
+    All options may differ per group; they are read at every step. Groups hold dtypes by name.
 
     Args:
         model_or_params: a module: its dedicated parameters go to the group "muon", all others that
@@ -36,7 +49,7 @@ class Muon(torch.optim.Optimizer):
             matrices that ``dedicate_params`` would choose go to "muon"). Or parameters: those of 2
             and more dimensions, dedicated or plain, all for Muon: a drop-in for
             ``torch.optim.Muon``.
-        lr: learning rate of the matrices, a number or a 0-dim tensor.
+        lr: learning rate of the matrices, a number or a 0-dim tensor (one on a GPU is waited for).
         momentum: in [0, 1).
         nesterov: look ahead by the momentum.
         weight_decay: decoupled; times the unadjusted ``lr``.
@@ -46,6 +59,20 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of the iteration; None: fp32 on CPU, fp16 on CUDA.
         adjust_lr_fn: "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)),
             "spectral_unclamped" sqrt(m/n), or "none".
+        blocks: fused weights whose blocks are matrices of their own, beside those that
+            ``dedicate_params`` was told of: a ``Blocks`` or ``{"dim": 0, "sizes": [...]}`` for all
+            parameters; or a mapping from name patterns to such, or a callable ``(name,
+            parameter)``.
+        variant: "none"; "normuon" (arXiv 2510.05491): each row of X divided by the root of a
+            running mean of its squares; "adamuon" (arXiv 2507.11005): X from the signs of the
+            direction, each element divided so, use it with adjust_lr_fn="match_rms_adamw". Adds the
+            state "second_momentum_buffer": (m, 1), or of the parameter's shape.
+        beta2: of the variant's running mean.
+        cautious: weight decay only where update and weight agree in sign (arXiv 2510.12402).
+        momentum_dtype: None: fp32 (fp64 for fp64). torch.bfloat16: half the memory, rounded
+            stochastically; adds the state "step". The step itself uses the unrounded value.
+        seed: of that rounding. It is a function of seed, the parameter's index, "step" and element,
+            so that runs can be repeated and a resumed one continues bit for bit.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: for the group "adamw".
         replicate_async: reserved for hiding the publication of updates under the next forward; the
             step waits for it in this version, with the same results.
@@ -70,6 +97,12 @@ class Muon(torch.optim.Optimizer):
         ns_mode: Any = "fast",
         ns_dtype: torch.dtype | None = None,
         adjust_lr_fn: str = "original",
+        blocks: Any = None,
+        variant: str = "none",
+        beta2: float = 0.95,
+        cautious: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+        seed: int = 0,
         adamw_lr: float | torch.Tensor = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -80,7 +113,9 @@ class Muon(torch.optim.Optimizer):
         self._muon_defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_mode": ns_mode,
-            "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "blocks": blocks,
+            "variant": variant, "beta2": beta2, "cautious": cautious,
+            "momentum_dtype": momentum_dtype, "seed": seed,
         }  # fmt: skip
         self._adamw_defaults = {
             "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": adamw_eps,
@@ -91,15 +126,20 @@ class Muon(torch.optim.Optimizer):
         self._names: dict[int, str] = {}
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
         self._master_versions: dict[int, int] = {}
+        self._fitted: dict[int, tuple[Any, ...]] = {}
+        self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         groups = self._groups(model_or_params, list(param_groups or []))
         super().__init__(groups, {})
         self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
+        muon = (p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"])
+        check_used(blocks, [self._names[id(p)] for p in muon])
 
     # --- construction --------------------------------------------------------------------------
 
     def _groups(self, model_or_params: Any, extra: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(model_or_params, nn.Module):
-            muon, adamw = self._split(model_or_params)
+            self._use(runtimes_of(model_or_params))
+            self._names, muon, adamw = split_model(model_or_params)
         else:
             muon, adamw = [], []
             for item in model_or_params:
@@ -115,7 +155,7 @@ class Muon(torch.optim.Optimizer):
         for given in extra:
             params = given["params"]
             listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            taken.update(id(p) for p in listed)
+            taken.update(id(p[1] if isinstance(p, tuple) else p) for p in listed)
             groups.append({**given, "params": listed})
         for name, params in (("muon", muon), ("adamw", adamw)):
             rest = [p for p in params if id(p) not in taken]
@@ -125,35 +165,12 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("dmuon: Muon got no parameters")
         return groups
 
-    def _split(self, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        self._use(runtimes_of(model))
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._names = {id(p): n for n, p in named}
-        if any(isinstance(p, OwnedTensor) for _, p in named):
-            muon: list[nn.Parameter] = [p for _, p in named if isinstance(p, OwnedTensor)]  # type: ignore[misc]
-        else:
-            sharded = next((n for n, p in named if isinstance(p, DTensor)), None)
-            if sharded is not None:
-                raise ValueError(
-                    f"dmuon: no parameter is dedicated, but {sharded!r} is sharded already; "
-                    f"{_ORDER}"
-                )
-            test = default_predicate(model)
-            muon = [p for n, p in named if test(n, p)]
-            if not muon:
-                raise ValueError(
-                    "dmuon: found no matrix for Muon inside the blocks of this "
-                    f"{type(model).__name__}; pass the parameters, or param_groups with "
-                    '"algorithm": "muon"'
-                )
-        chosen = {id(p) for p in muon}
-        return muon, [p for _, p in named if id(p) not in chosen]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``, with "algorithm": "muon" or "adamw"."""
         params = param_group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        params = [p[1] if isinstance(p, tuple) else p for p in params]
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in given]
+        self._names.update((id(p[1]), p[0]) for p in given if isinstance(p, tuple))
         algorithm = param_group.get("algorithm") or (
             "muon" if all(isinstance(p, OwnedTensor) or p.ndim >= 2 for p in params) else "adamw"
         )
@@ -162,59 +179,58 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if algorithm == "muon" else self._adamw_defaults
         group = {**defaults, "name": algorithm, **param_group}
         group.update(params=params, algorithm=algorithm)
-        for parameter in params:
-            self._check_parameter(parameter, algorithm)
-        self._check_options(group)
+        for position, parameter in enumerate(params):
+            place = f"{position} of group {len(self.param_groups)}"
+            self._names.setdefault(id(parameter), place)
+            check_parameter(parameter, self._names[id(parameter)], algorithm)
+        self._settle(group)
         super().add_param_group(group)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
             del group[key]  # the other algorithm's, which the base class filled in
         self._use(_runtimes_behind(params))
-        for parameter in params:
-            self._init_state(parameter, algorithm)
+        self._fit_state(group)
+
+    def _settle(self, group: dict[str, Any]) -> None:
+        """Checks a group's options and brings them into the form that steps read."""
+        if group["algorithm"] == "adamw":
+            none: list[torch.Tensor] = []
+            _C.adamw_update(none, none, none, none, none, **_adamw_options(group))
+            return
+        self._hyper(group)
+        for key, allowed in (("momentum_dtype", MOMENTUM_DTYPES), ("ns_dtype", NS_DTYPES)):
+            group[key] = dtype_name(group[key], key, allowed)
+        params = group["params"]
+        given = resolve_group(group["blocks"], [self._names[id(p)] for p in params], params)
+        told: dict[int, Any] = {}
+        for runtime in dict.fromkeys(_runtimes_behind(params)):
+            told.update(runtime.blocks())
+        own = given or [None] * len(params)
+        blocks = [entry or told.get(id(p)) for entry, p in zip(own, params)]
+        group["blocks"] = blocks if any(blocks) else None
+
+    def _fit_state(self, group: dict[str, Any]) -> None:
+        for i, p in enumerate(group["params"]):
+            if group["algorithm"] == "adamw":
+                if p not in self.state:
+                    init_adamw_state(self.state[p], p)
+                continue
+            fresh = "master" not in self.state[p]
+            fit_muon_state(self.state[p], p, group, _blocks(group, i))
+            if fresh and "master" in self.state[p]:
+                self._master_versions[id(p)] = local_part(p)._version
+        self._fitted[id(group)] = _state_options(group)
+
+    def _follow_options(self, group: dict[str, Any]) -> None:
+        """Fits the state to options that were changed since the last step."""
+        if self._fitted.get(id(group)) != _state_options(group):
+            self._settle(group)
+            self._fit_state(group)
 
     def _use(self, runtimes: Iterable[Runtime]) -> None:
         for runtime in runtimes:
             if runtime not in self._runtimes:
                 runtime.bind()
                 self._runtimes.append(runtime)
-
-    def _check_parameter(self, p: torch.Tensor, algorithm: str) -> None:
-        what = (
-            f"dmuon: parameter {self._names.get(id(p), '<unnamed>')!r} {tuple(p.shape)} {p.dtype}"
-        )
-        if not p.is_floating_point():
-            raise ValueError(f"{what}: only floating-point parameters can be optimized")
-        if algorithm == "adamw":
-            if isinstance(p, OwnedTensor):
-                raise ValueError(f"{what} is dedicated and must be in a muon group")
-            return
-        if p.layout != torch.strided:
-            raise ValueError(f"{what} has layout {p.layout}; Muon needs a dense matrix")
-        if p.ndim < 2:
-            raise ValueError(f'{what} is not a matrix; put it in a group with "algorithm": "adamw"')
-        if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
-            raise ValueError(f"{what} is sharded as {p.placements} but not dedicated; {_ORDER}")
-
-    def _check_options(self, group: dict[str, Any]) -> None:
-        if group["algorithm"] == "muon":
-            self._hyper(group)
-        else:
-            none: list[torch.Tensor] = []
-            _C.adamw_update(none, none, none, none, none, **_adamw_options(group))
-
-    def _init_state(self, p: torch.Tensor, algorithm: str) -> None:
-        state = self.state[p]
-        if algorithm == "muon":
-            wide = torch.float32 if p.dtype in _HALF else p.dtype
-            local = _local(p).detach()
-            state["momentum_buffer"] = _like(p, torch.zeros_like(local, dtype=wide))
-            if p.dtype in _HALF:
-                state["master"] = _like(p, local.to(wide, copy=True))
-                self._master_versions[id(p)] = _local(p)._version
-        else:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(p, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(p, requires_grad=False)
 
     # --- step ----------------------------------------------------------------------------------
 
@@ -228,12 +244,21 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:  # before anything changes
+            if group["algorithm"] == "muon":
+                self._follow_options(group)
+                for p in group["params"]:
+                    check_gradient(p, self._names[id(p)])
         updated: set[int] = set()
+        first = 0
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                self._step_muon(group, updated)
+                self._step_muon(group, first, updated)
             else:
                 self._step_adamw(group)
+            first += len(group["params"])
+        for hook in list(self._update_hooks.values()):
+            hook(self)
         for runtime in self._runtimes:
             runtime.steps += 1
             runtime.publish(updated)
@@ -247,11 +272,9 @@ class Muon(torch.optim.Optimizer):
             coefficients = tuple(tuple(float(x) for x in step) for step in coefficients)
         if not isinstance(mode, str):
             mode = tuple(int(i) for i in mode)
-        key = (coefficients, group["ns_steps"], mode, group["ns_dtype"])
+        key = (coefficients, group["ns_steps"], mode, dtype_of(group["ns_dtype"], "ns_dtype"))
         if key not in self._configs:
-            self._configs[key] = make_config(
-                coefficients, group["ns_steps"], mode, group["ns_dtype"]
-            )
+            self._configs[key] = make_config(*key)
         return _C.MuonHyper(
             float(group["lr"]),
             float(group["momentum"]),
@@ -259,43 +282,69 @@ class Muon(torch.optim.Optimizer):
             float(group["weight_decay"]),
             group["adjust_lr_fn"] or "original",
             self._configs[key],
+            group["variant"],
+            float(group["beta2"]),
+            bool(group["cautious"]),
+            _seed(group["seed"]),
         )
 
-    def _step_muon(self, group: dict[str, Any], updated: set[int]) -> None:
-        weights, gradients, momenta, halves = [], [], [], []
-        for p in group["params"]:
+    def _step_muon(self, group: dict[str, Any], first: int, updated: set[int]) -> None:
+        """``first``: the index of the group's first parameter in the optimizer."""
+        rounded = group["momentum_dtype"] == "bfloat16"
+        varied = group["variant"] != "none"
+        weights: list[torch.Tensor] = []
+        gradients, momenta, moments, blocks, streams, halves = [], [], [], [], [], []
+        for i, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
-            gradient = _local_gradient(p)  # checked on every rank
+            gradient = local_gradient(p)  # checked on every rank
             updated.add(id(p))
-            local = _local(p)
+            state = self.state[p]
+            if rounded:
+                state["step"] += 1  # on every rank
+            local = local_part(p)
             if local.numel() == 0:
                 continue  # another rank's
-            state = self.state[p]
-            weight = local.detach()
+            weight = self._weight(p)
             if "master" in state:
-                weight = _local(state["master"])
-                if local._version != self._master_versions.get(id(p)):
-                    weight.copy_(local)  # loaded or changed from outside since the last step
                 halves.append((p, local, weight))
             weights.append(weight)
             gradients.append(gradient)
+            momenta.append(local_part(state["momentum_buffer"]))
+            blocks.append(_blocks(group, i))
+            if varied:
+                moments.append(local_part(state["second_momentum_buffer"]))
+            if rounded:
+                streams.append((first + i, int(state["step"])))
             for runtime in _runtimes_behind([p]):
-                runtime.orthogonalized += p.shape[0] if p.ndim == 3 else 1
-            momenta.append(_local(state["momentum_buffer"]))
-        _C.muon_update(weights, gradients, momenta, self._hyper(group))
+                stacked = p.shape[0] if p.ndim == 3 else 1
+                runtime.orthogonalized += stacked * (len(blocks[-1][1]) if blocks[-1] else 1)
+        _C.muon_update(
+            weights, gradients, momenta, self._hyper(group),
+            second_moments=moments, blocks=blocks, streams=streams,
+        )  # fmt: skip
         for p, local, master in halves:
             local.copy_(master)
             self._master_versions[id(p)] = local._version
+
+    def _weight(self, p: torch.Tensor) -> torch.Tensor:
+        """What the update changes on this rank: the fp32 master, or the parameter itself."""
+        local = local_part(p)
+        if "master" not in self.state[p]:
+            return local.detach()
+        master = local_part(self.state[p]["master"])
+        if local._version != self._master_versions.get(id(p)):
+            master.copy_(local)  # loaded or changed from outside since the last step
+        return master
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         states = [self.state[p] for p in params]
         _C.adamw_update(
-            [_local(p).detach() for p in params],
-            [_local(p.grad) for p in params],
-            [_local(s["exp_avg"]) for s in states],
-            [_local(s["exp_avg_sq"]) for s in states],
+            [local_part(p).detach() for p in params],
+            [local_part(p.grad) for p in params],
+            [local_part(s["exp_avg"]) for s in states],
+            [local_part(s["exp_avg_sq"]) for s in states],
             [s["step"] for s in states],
             **_adamw_options(group),
         )
@@ -305,6 +354,50 @@ class Muon(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for runtime in self._runtimes:
             runtime.drop_gradients()
+
+    # --- hooks ---------------------------------------------------------------------------------
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """``hook(optimizer)`` is called in every step, on every rank, between update and publish.
+
+        The place to change whole matrices by ``edit_weight``, as ``QKClip`` does. torch's own step
+        hooks run before and after the whole step.
+
+        Returns:
+            A handle with ``remove()``.
+        """
+        handle = RemovableHandle(self._update_hooks)
+        self._update_hooks[handle.id] = hook
+        return handle
+
+    @torch.no_grad()
+    def edit_weight(self, p: torch.Tensor, edit: Callable[[torch.Tensor], Any]) -> None:
+        """Changes a whole weight in place: ``edit(W)``, on its owner only if it is dedicated.
+
+        ``W`` is what the update works on: the fp32 master of an fp16 or bf16 parameter. To be
+        called on all ranks alike; what was changed outside ``step`` is published at the next
+        forward.
+
+        Raises:
+            ValueError: a parameter of another optimizer, or one that is sharded, so that no rank
+                has the whole matrix.
+        """
+        if p not in self.state:
+            raise ValueError(f"dmuon: a parameter {tuple(p.shape)} is not in this optimizer")
+        if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
+            raise ValueError(
+                f"dmuon: parameter {self._names.get(id(p))!r} {tuple(p.shape)} is sharded as "
+                f"{p.placements}: no rank has the whole of it; dedicate it, or leave it to Muon"
+            )
+        local = local_part(p)
+        if not isinstance(p, OwnedTensor) or p.is_owner:
+            weight = self._weight(p)
+            edit(weight)
+            if "master" in self.state[p]:
+                local.copy_(weight)
+        increment_version(local)  # on all ranks: the units ask for it
+        if "master" in self.state[p]:
+            self._master_versions[id(p)] = local._version
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -317,14 +410,22 @@ class Muon(torch.optim.Optimizer):
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
+        self._update_hooks, self._fitted = OrderedDict(), {}
+        for number, group in enumerate(self.param_groups):
+            for position, p in enumerate(group["params"]):
+                self._names[id(p)] = f"{position} of group {number}"
         self._use(_runtimes_behind(p for group in self.param_groups for p in group["params"]))
         for p, values in self.state.items():
             if "master" in values:
-                self._master_versions[id(p)] = _local(p)._version
+                self._master_versions[id(p)] = local_part(p)._version
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but into the existing tensors: their dtypes and owners stay.
+        """As in torch, but into the existing tensors: their owners stay.
+
+        Takes the state of ``torch.optim.Muon`` as it is; one whose momentum is a plain sum,
+        ``buf = momentum * buf + g``, through ``dmuon.ema_momentum``. Options come from the state,
+        as in torch, and with them the dtype of the momentum; what it lacks stays.
 
         A collective over the mesh where ``state_dict`` holds whole or otherwise sharded tensors.
         """
@@ -339,6 +440,9 @@ class Muon(torch.optim.Optimizer):
         params = [p for g in self.param_groups for p in g["params"]]
         self.state.clear()
         self.state.update(kept)
+        for group in self.param_groups:  # the options are the loaded ones now
+            self._settle(group)
+            self._fit_state(group)
         for index, p in zip(indices, params):
             for key, value in loaded.get(index, {}).items():
                 old = self.state[p].get(key)
@@ -347,7 +451,7 @@ class Muon(torch.optim.Optimizer):
                 else:
                     self.state[p][key] = value
             if "master" in self.state[p] and "master" in loaded.get(index, {}):
-                self._master_versions[id(p)] = _local(p)._version
+                self._master_versions[id(p)] = local_part(p)._version
 
 
 def make_config(
@@ -395,15 +499,15 @@ def _adamw_options(group: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _state_options(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in ("variant", "momentum_dtype", "blocks"))
 
 
-def _local_gradient(p: torch.Tensor) -> torch.Tensor:
-    grad = own_gradient(p) if isinstance(p, OwnedTensor) else p.grad
-    assert grad is not None
-    return _local(grad)
+def _blocks(group: dict[str, Any], index: int) -> Any:
+    return None if group["blocks"] is None else group["blocks"][index]
 
 
-def _like(p: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    return p.like(local) if isinstance(p, OwnedTensor) else local
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"dmuon: Muon: seed must be an integer in [0, 2**64), got {seed!r}")
+    return seed

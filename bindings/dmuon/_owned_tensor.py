@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ._amp import unscale
 from ._mesh import MeshView, local_like
 
 aten = torch.ops.aten
@@ -239,6 +240,9 @@ class OwnedTensor(DTensor):
         written = _written(func, args)
         if func is aten.copy_.default:
             result = _copy_(*args, **kwargs)
+        elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            unscale(func, args[0], args[1], args[2], OwnedTensor)
+            result = None
         elif _is_local(func, args, kwargs) or _is_foreach_local(func, args):
             result = _run_local(func, args, kwargs)
         elif func in _REDUCTIONS and not any(a in (math.inf, -math.inf) for a in args[1:2]):

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _C
+from ._blocks import Plain
 from ._fsdp import Enclosing, enclosing
 from ._hiding import reveal
 from ._mesh import MeshView, format_mesh, local_like
@@ -36,12 +37,14 @@ _ORDER = (
 
 @dataclasses.dataclass
 class Entry:
-    """One dedicated parameter: its name, owner, and every place in the model where it is found."""
+    """One dedicated parameter: its name, owner, every place in the model where it is found, and its
+    blocks, if it is a fused weight."""
 
     name: str
     owner: tuple[int, int]
     shape: torch.Size
     places: list[tuple[nn.Module, str]]
+    blocks: Plain = None
 
     @property
     def rest(self) -> Any:
@@ -277,6 +280,11 @@ class Runtime:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters at rest, in unit order."""
         return [entry.rest for unit in self.units for entry in unit.entries]
+
+    def blocks(self) -> dict[int, Plain]:
+        """What ``dedicate_params`` was told of fused weights; keys: ``id`` of the resting ones."""
+        entries = (entry for unit in self.units for entry in unit.entries)
+        return {id(entry.rest): entry.blocks for entry in entries}
 
     def _register_hooks(self) -> None:
         for unit in self.units:

@@ -1,4 +1,5 @@
 // Engine, updates and plan: pure functions on tensors.
+#include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
 
 #include <dmuon/optim/adamw_update.h>
@@ -49,25 +50,90 @@ void registerEngine(py::module_& m) {
   m.def("coefficient_set_names", &coefficientSetNames);
 }
 
+// None, or (dimension, sizes).
+using BlockPair = std::optional<std::pair<int64_t, std::vector<int64_t>>>;
+
+Blocks blocksOf(const BlockPair& pair) {
+  return pair ? Blocks{pair->first, pair->second} : Blocks{};
+}
+
+int64_t update(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
+               const std::vector<at::Tensor>& momenta, const MuonHyper& hyper,
+               const std::vector<at::Tensor>& second_moments, const std::vector<BlockPair>& blocks,
+               const std::vector<std::pair<uint32_t, uint64_t>>& streams) {
+  const size_t count = weights.size();
+  const auto fits = [&](size_t size) { return size == 0 || size == count; };
+  TORCH_CHECK(gradients.size() == count && momenta.size() == count && fits(second_moments.size()) &&
+                  fits(blocks.size()) && fits(streams.size()),
+              "dmuon: muon_update got ", count, " weights, ", gradients.size(), " gradients, ",
+              momenta.size(), " momenta, ", second_moments.size(), " second moments, ",
+              blocks.size(), " blocks and ", streams.size(), " random streams");
+  std::vector<MuonParameter> parameters(count);
+  for (size_t i = 0; i < count; ++i) {
+    MuonParameter& p = parameters[i];
+    p.weight = weights[i];
+    p.gradient = gradients[i];
+    p.momentum = momenta[i];
+    if (!second_moments.empty()) p.second_moment = second_moments[i];
+    if (!blocks.empty()) p.blocks = blocksOf(blocks[i]);
+    if (!streams.empty()) std::tie(p.index, p.step) = streams[i];
+  }
+  return muonUpdate(parameters, hyper);
+}
+
 void registerUpdates(py::module_& m) {
   py::class_<MuonHyper>(m, "MuonHyper")
       .def(py::init([](double lr, double momentum, bool nesterov, double weight_decay,
-                       const std::string& adjust_lr, const NewtonSchulzConfig& config) {
-             MuonHyper hyper{
-                 lr, momentum, nesterov, weight_decay, lrAdjustmentFromName(adjust_lr), config};
+                       const std::string& adjust_lr, const NewtonSchulzConfig& config,
+                       const std::string& variant, double beta2, bool cautious, uint64_t seed) {
+             MuonHyper hyper;
+             hyper.lr = lr;
+             hyper.momentum = momentum;
+             hyper.nesterov = nesterov;
+             hyper.weight_decay = weight_decay;
+             hyper.adjust_lr = lrAdjustmentFromName(adjust_lr);
+             hyper.newton_schulz = config;
+             hyper.variant = variantFromName(variant);
+             hyper.beta2 = beta2;
+             hyper.cautious = cautious;
+             hyper.seed = seed;
              checkMuonHyper(hyper);
              return hyper;
            }),
            py::arg("lr"), py::arg("momentum"), py::arg("nesterov"), py::arg("weight_decay"),
-           py::arg("adjust_lr"), py::arg("newton_schulz"));
+           py::arg("adjust_lr"), py::arg("newton_schulz"), py::arg("variant") = "none",
+           py::arg("beta2") = 0.95, py::arg("cautious") = false, py::arg("seed") = 0);
+  m.def(
+      "check_blocks",
+      [](const BlockPair& blocks, const std::vector<int64_t>& shape) {
+        checkBlocks(blocksOf(blocks), shape);
+      },
+      py::arg("blocks"), py::arg("shape"));
+  m.def(
+      "second_moment_shape",
+      [](const std::string& variant, const std::vector<int64_t>& shape, const BlockPair& blocks) {
+        return secondMomentShape(variantFromName(variant), shape, blocksOf(blocks));
+      },
+      py::arg("variant"), py::arg("shape"), py::arg("blocks"));
+  m.def(
+      "round_stochastically",
+      [](const at::Tensor& in, uint64_t seed, uint32_t parameter, uint64_t step) {
+        at::Tensor out = at::empty(in.sizes(), in.options().dtype(at::kBFloat16));
+        roundStochastically(in.detach(), out, {seed, parameter, step});
+        return out;
+      },
+      py::arg("x"), py::arg("seed"), py::arg("parameter"), py::arg("step"));
   m.def(
       "lr_ratio",
       [](const std::string& name, int64_t rows, int64_t columns) {
         return lrRatio(lrAdjustmentFromName(name), rows, columns);
       },
       py::arg("adjust_lr"), py::arg("m"), py::arg("n"));
-  m.def("muon_update", &muonUpdate, py::arg("weights"), py::arg("gradients"), py::arg("momenta"),
-        py::arg("hyper"), py::call_guard<py::gil_scoped_release>());
+  m.def("muon_update", &update, py::arg("weights"), py::arg("gradients"), py::arg("momenta"),
+        py::arg("hyper"), py::kw_only(), py::arg("second_moments") = std::vector<at::Tensor>(),
+        py::arg("blocks") = std::vector<BlockPair>(),
+        py::arg("streams") = std::vector<std::pair<uint32_t, uint64_t>>(),
+        py::call_guard<py::gil_scoped_release>());
   m.def(
       "adamw_update",
       [](const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
@@ -96,10 +162,14 @@ void registerPlan(py::module_& m) {
   py::class_<OwnershipPlan>(m, "OwnershipPlan")
       .def(py::init([](const std::vector<std::tuple<std::string, std::string, std::vector<int64_t>,
                                                     int64_t>>& matrices,
-                       int64_t replicate_size, int64_t shard_size, const std::string& cost) {
+                       int64_t replicate_size, int64_t shard_size, const std::string& cost,
+                       const std::map<std::string, BlockPair>& blocks) {
              std::vector<PlanMatrix> list;
              for (const auto& [name, unit, shape, bytes] : matrices) {
                list.push_back({name, unit, shape, bytes});
+               const auto own = blocks.find(name);
+               if (own == blocks.end() || !own->second) continue;
+               std::tie(list.back().block_dim, list.back().block_sizes) = *own->second;
              }
              PlanOptions options;
              options.replicate_size = replicate_size;
@@ -108,7 +178,7 @@ void registerPlan(py::module_& m) {
              return OwnershipPlan(std::move(list), options);
            }),
            py::arg("matrices"), py::arg("replicate_size"), py::arg("shard_size"),
-           py::arg("cost") = "measured")
+           py::arg("cost") = "measured", py::arg("blocks") = std::map<std::string, BlockPair>())
       .def_property_readonly("entries", &OwnershipPlan::entries)
       .def_property_readonly("mesh_shape",
                              [](const OwnershipPlan& p) {

@@ -1,6 +1,8 @@
 #include <dmuon/optim/muon.h>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
@@ -24,7 +26,19 @@ MuonHyper hyperOf(const MuonOptions& options) {
   hyper.adjust_lr = lrAdjustmentFromName(options.adjust_lr());
   hyper.newton_schulz =
       makeNewtonSchulzConfig(options.ns_coefficients(), options.ns_steps(), options.ns_mode());
+  hyper.variant = variantFromName(options.variant());
+  hyper.beta2 = options.beta2();
+  hyper.cautious = options.cautious();
+  hyper.seed = static_cast<uint64_t>(options.seed());
+  hyper.blocks = Blocks{options.block_dim(), options.block_sizes()};
   return hyper;
+}
+
+at::ScalarType momentumType(const MuonOptions& options, const torch::Tensor& weight) {
+  if (options.momentum_dtype() == "bfloat16") return at::kBFloat16;
+  TORCH_CHECK_VALUE(options.momentum_dtype() == "float32", "dmuon: Muon: momentum_dtype must be ",
+                    "'float32' or 'bfloat16', not '", options.momentum_dtype(), "'");
+  return weight.scalar_type();
 }
 
 bool isHalf(const torch::Tensor& tensor) {
@@ -43,6 +57,8 @@ std::vector<MuonHyper> checkGroups(const std::vector<torch::optim::OptimizerPara
                         parameter.sizes(), " and type ", parameter.scalar_type(),
                         "; floating types with at least 2 dimensions are possible, give the rest "
                         "to AdamW");
+      momentumType(muonOptions(groups[i]), parameter);
+      checkBlocks(hypers.back().blocks, parameter.sizes());
     }
   }
   return hypers;
@@ -62,6 +78,7 @@ struct Muon::Item {
   torch::Tensor gradient;  // local at first, then the mean on the owner; undefined if there is none
   size_t group = 0;
   std::string name;
+  uint32_t index = 0;  // over all groups
   int64_t owner = 0;
   bool takes_part = false;  // had a gradient on some rank
 };
@@ -79,6 +96,13 @@ void MuonOptions::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_coefficients);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_mode);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(adjust_lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(block_dim);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(block_sizes);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(variant);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(beta2);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(cautious);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum_dtype);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(seed);
 }
 
 void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
@@ -90,16 +114,27 @@ void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, ns_coefficients);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, ns_mode);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, adjust_lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, block_dim);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::vector<int64_t>, block_sizes);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, variant);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, beta2);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, cautious);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(std::string, momentum_dtype);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, seed);
 }
 
 void MuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum_buffer);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(second_momentum_buffer);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
 }
 
 void MuonParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, momentum_buffer);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, master);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, second_momentum_buffer);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
 }
 
 Muon::Muon(std::vector<torch::optim::OptimizerParamGroup> groups, MuonOptions defaults,
@@ -138,11 +173,13 @@ torch::Tensor Muon::step(LossClosure closure) {
 
 std::vector<Muon::Item> Muon::items() {
   std::vector<Item> result;
+  uint32_t index = 0;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const std::vector<torch::Tensor>& parameters = param_groups_[g].params();
-    for (size_t i = 0; i < parameters.size(); ++i) {
+    for (size_t i = 0; i < parameters.size(); ++i, ++index) {
       if (!parameters[i].requires_grad()) continue;
       Item item;
+      item.index = index;
       item.parameter = parameters[i];
       item.gradient = denseGradient(parameters[i]);
       item.group = g;
@@ -161,8 +198,10 @@ OwnershipPlan Muon::plan() const {
     for (size_t i = 0; i < parameters.size(); ++i) {
       const std::string name = std::to_string(g) + "." + std::to_string(i);
       // All move together, so nothing is to be spread but the cost: every matrix is its own unit.
-      matrices.push_back(
-          {name, name, parameters[i].sizes().vec(), static_cast<int64_t>(parameters[i].nbytes())});
+      const MuonOptions& own = muonOptions(param_groups_[g]);
+      matrices.push_back({name, name, parameters[i].sizes().vec(),
+                          static_cast<int64_t>(parameters[i].nbytes()), own.block_dim(),
+                          own.block_sizes()});
     }
   }
   PlanOptions options;
@@ -202,30 +241,60 @@ void Muon::reduceGradients(std::vector<Item>& items) {
   }
 }
 
+namespace {
+
+// The state that a parameter needs under these options; what it has already is kept.
+MuonParamState& prepareState(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
+                             const torch::Tensor& parameter, const MuonOptions& options) {
+  const torch::Tensor plain = parameter.detach();
+  if (!slot) {
+    auto fresh = std::make_unique<MuonParamState>();
+    if (isHalf(plain)) fresh->master(plain.to(at::kFloat));
+    slot = std::move(fresh);
+  }
+  auto& state = static_cast<MuonParamState&>(*slot);
+  const torch::Tensor weight = state.master().defined() ? state.master() : plain;
+  const auto dtype = momentumType(options, weight);
+  if (!state.momentum_buffer().defined()) {
+    state.momentum_buffer(at::zeros_like(weight, weight.options().dtype(dtype)));
+  } else if (state.momentum_buffer().scalar_type() != dtype) {
+    state.momentum_buffer(state.momentum_buffer().to(dtype));
+  }
+  const auto variant = variantFromName(options.variant());
+  const Blocks blocks{options.block_dim(), options.block_sizes()};
+  if (variant != MuonVariant::kNone && !state.second_momentum_buffer().defined()) {
+    state.second_momentum_buffer(
+        at::zeros(secondMomentShape(variant, plain.sizes(), blocks), weight.options()));
+  }
+  return state;
+}
+
+}  // namespace
+
 void Muon::update(const std::vector<Item>& items, const std::vector<MuonHyper>& hypers) {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    std::vector<at::Tensor> weights, gradients, momenta, halves, masters;
+    std::vector<MuonParameter> parameters;
+    std::vector<at::Tensor> halves, masters;
     for (const Item& item : items) {
       const bool mine = !group_ || item.owner == group_->rank();
       if (item.group != g || !item.takes_part || !mine) continue;
-      auto& slot = state_[item.parameter.unsafeGetTensorImpl()];
-      if (!slot) {
-        auto fresh = std::make_unique<MuonParamState>();
-        const at::Tensor plain = item.parameter.detach();
-        if (isHalf(plain)) fresh->master(plain.to(at::kFloat));
-        fresh->momentum_buffer(at::zeros_like(isHalf(plain) ? fresh->master() : plain));
-        slot = std::move(fresh);
-      }
-      auto& state = static_cast<MuonParamState&>(*slot);
+      auto& state = prepareState(state_[item.parameter.unsafeGetTensorImpl()], item.parameter,
+                                 muonOptions(param_groups_[g]));
       if (state.master().defined()) {
         halves.push_back(item.parameter.detach());
         masters.push_back(state.master());
       }
-      weights.push_back(state.master().defined() ? state.master() : item.parameter.detach());
-      gradients.push_back(item.gradient);
-      momenta.push_back(state.momentum_buffer());
+      MuonParameter p;
+      p.weight = state.master().defined() ? state.master() : item.parameter.detach();
+      p.gradient = item.gradient;
+      p.momentum = state.momentum_buffer();
+      p.second_moment = state.second_momentum_buffer();
+      p.index = item.index;
+      if (p.momentum.scalar_type() == at::kBFloat16) state.step(state.step() + 1);
+      p.step = static_cast<uint64_t>(state.step());
+      parameters.push_back(std::move(p));
     }
-    muonUpdate(weights, gradients, momenta, hypers[g]);
+    muonUpdate(parameters, hypers[g]);
     for (size_t i = 0; i < halves.size(); ++i) halves[i].copy_(masters[i]);
   }
 }

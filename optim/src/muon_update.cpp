@@ -1,7 +1,6 @@
 #include <dmuon/optim/muon_update.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -10,6 +9,8 @@
 #include <tuple>
 #include <utility>
 
+#include "orthogonalize_all.h"
+
 namespace dmuon::optim {
 namespace {
 
@@ -17,13 +18,20 @@ namespace {
 // input.
 constexpr int64_t kMaxBatchBytes = int64_t{256} << 20;
 
-void checkTensors(const at::Tensor& weight, const at::Tensor& gradient, const at::Tensor& momentum,
-                  size_t index) {
-  const auto wide = [](const at::Tensor& t) {
-    return t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble;
-  };
-  TORCH_CHECK(wide(weight) && wide(momentum), "dmuon: muonUpdate: weight and momentum ", index,
-              " must be fp32 or fp64, not ", weight.scalar_type(), " and ", momentum.scalar_type());
+const Blocks& blocksOf(const MuonParameter& p, const MuonHyper& hyper) {
+  return p.blocks.sizes.empty() ? hyper.blocks : p.blocks;
+}
+
+bool isWide(const at::Tensor& t) {
+  return t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble;
+}
+
+void checkParameter(const MuonParameter& p, const MuonHyper& hyper, size_t index) {
+  const at::Tensor &weight = p.weight, &gradient = p.gradient, &momentum = p.momentum;
+  TORCH_CHECK(isWide(weight) && (isWide(momentum) || momentum.scalar_type() == at::kBFloat16),
+              "dmuon: muonUpdate: weight and momentum ", index, " must be fp32 or fp64, not ",
+              weight.scalar_type(), " and ", momentum.scalar_type(),
+              "; a momentum may be bf16, too");
   TORCH_CHECK(at::isFloatingType(gradient.scalar_type()), "dmuon: muonUpdate: gradient ", index,
               " is of ", gradient.scalar_type());
   TORCH_CHECK(weight.sizes() == gradient.sizes() && weight.sizes() == momentum.sizes(),
@@ -32,40 +40,67 @@ void checkTensors(const at::Tensor& weight, const at::Tensor& gradient, const at
   TORCH_CHECK(weight.device() == gradient.device() && weight.device() == momentum.device(),
               "dmuon: muonUpdate: weight, gradient and momentum ", index, " are on ",
               weight.device(), ", ", gradient.device(), " and ", momentum.device());
+  if (weight.numel() == 0) return;
+  checkBlocks(blocksOf(p, hyper), weight.sizes());
+  if (hyper.variant == MuonVariant::kNone) return;
+  const auto shape = secondMomentShape(hyper.variant, weight.sizes(), blocksOf(p, hyper));
+  const at::Tensor& moment = p.second_moment;
+  TORCH_CHECK(moment.defined(), "dmuon: muonUpdate: parameter ", index, " of shape ",
+              weight.sizes(), " has no second moment, which the variant needs");
+  TORCH_CHECK(moment.sizes() == at::IntArrayRef(shape) && isWide(moment) &&
+                  moment.device() == weight.device(),
+              "dmuon: muonUpdate: the second moment of parameter ", index, " of shape ",
+              weight.sizes(), " must be fp32 or fp64, of shape ", at::IntArrayRef(shape), " on ",
+              weight.device(), ", not ", moment.scalar_type(), ", ", moment.sizes(), " on ",
+              moment.device());
 }
 
-// Advances the momentum and returns the direction to orthogonalize as (m, n) or (E, m, n). reshape
-// follows the logical order, so a channels_last gradient gives the same matrix as a contiguous one.
-at::Tensor direction(const at::Tensor& gradient, const at::Tensor& momentum,
-                     const MuonHyper& hyper) {
-  const at::Tensor g = gradient.detach().to(momentum.scalar_type());
+// Advances the momentum and returns the direction to orthogonalize, in the gradient's shape.
+at::Tensor direction(const MuonParameter& p, const MuonHyper& hyper) {
+  const at::Tensor& kept = p.momentum;
+  const bool rounded = kept.scalar_type() == at::kBFloat16;
+  const at::Tensor momentum = rounded ? kept.to(at::kFloat) : kept;
+  const at::Tensor g = p.gradient.detach().to(momentum.scalar_type());
   momentum.lerp_(g, 1.0 - hyper.momentum);
+  if (rounded) roundStochastically(momentum, kept, {hyper.seed, p.index, p.step});
   const at::Tensor u = hyper.nesterov ? g.lerp(momentum, hyper.momentum) : momentum;
-  const MatrixView view = matrixView(u.sizes());
-  return u.dim() == 3 ? u : u.reshape({view.m, view.n});
+  return variantInput(hyper.variant, u);
 }
 
+void decay(const at::Tensor& weight, const at::Tensor& x, const MuonHyper& hyper) {
+  if (hyper.weight_decay == 0) return;
+  const double rate = hyper.lr * hyper.weight_decay;
+  if (hyper.cautious) {
+    const at::Tensor agree = x.mul(weight).ge_(0);  // 1 or 0
+    weight.addcmul_(weight, agree, -rate);
+  } else {
+    weight.mul_(1.0 - rate);
+  }
+}
+
+// weight: one block, in its own shape.
 void descend(const at::Tensor& weight, const at::Tensor& x, const MuonHyper& hyper) {
   const MatrixView view = matrixView(weight.sizes());
-  if (hyper.weight_decay != 0) weight.mul_(1.0 - hyper.lr * hyper.weight_decay);
-  weight.add_(x.view(weight.sizes()), -hyper.lr * lrRatio(hyper.adjust_lr, view.m, view.n));
+  const at::Tensor shaped = x.view(weight.sizes());
+  decay(weight, shaped, hyper);
+  weight.add_(shaped, -hyper.lr * lrRatio(hyper.adjust_lr, view.m, view.n));
 }
 
 using Indices = std::vector<size_t>;
 
-// One index a group on CPU; on other devices equal matrices together, in order of first appearance.
-std::vector<Indices> groupForBatching(const std::vector<at::Tensor>& weights) {
+// One index a group on CPU; on other devices parameters of equal shape together, in order of first
+// appearance.
+std::vector<Indices> groupForBatching(const std::vector<MuonParameter>& parameters) {
   std::vector<Indices> groups;
-  std::map<std::tuple<std::string, at::ScalarType, int64_t, int64_t>, size_t> open;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const at::Tensor& w = weights[i];
+  std::map<std::tuple<std::string, at::ScalarType, std::vector<int64_t>>, size_t> open;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& w = parameters[i].weight;
     if (w.numel() == 0) continue;
-    const MatrixView view = matrixView(w.sizes());
-    if (w.is_cpu() || view.batch > 1) {
+    if (w.is_cpu() || matrixView(w.sizes()).batch > 1) {
       groups.push_back({i});
       continue;
     }
-    const auto key = std::make_tuple(w.device().str(), w.scalar_type(), view.m, view.n);
+    const auto key = std::make_tuple(w.device().str(), w.scalar_type(), w.sizes().vec());
     const auto found = open.find(key);
     const int64_t bytes = static_cast<int64_t>(w.nbytes());
     if (found != open.end() &&
@@ -78,6 +113,11 @@ std::vector<Indices> groupForBatching(const std::vector<at::Tensor>& weights) {
   }
   return groups;
 }
+
+// What is left to do with one piece once it is orthogonalized.
+struct Target {
+  at::Tensor weight, second_moment;  // the block's part
+};
 
 }  // namespace
 
@@ -105,15 +145,6 @@ double lrRatio(LrAdjustment adjustment, int64_t m, int64_t n) {
   return 1.0;
 }
 
-MatrixView matrixView(at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(shape.size() >= 2, "dmuon: Muon needs at least 2 dimensions, not shape ",
-                    shape);
-  if (shape.size() == 3) return {shape[0], shape[1], shape[2]};
-  MatrixView view{1, shape[0], 1};
-  for (const int64_t size : shape.slice(1)) view.n *= size;
-  return view;
-}
-
 void checkMuonHyper(const MuonHyper& hyper) {
   TORCH_CHECK_VALUE(std::isfinite(hyper.lr) && hyper.lr >= 0,
                     "dmuon: Muon: lr must be finite and >= 0, not ", hyper.lr);
@@ -121,36 +152,53 @@ void checkMuonHyper(const MuonHyper& hyper) {
                     "dmuon: Muon: momentum must lie in [0, 1), not ", hyper.momentum);
   TORCH_CHECK_VALUE(std::isfinite(hyper.weight_decay) && hyper.weight_decay >= 0,
                     "dmuon: Muon: weight_decay must be finite and >= 0, not ", hyper.weight_decay);
+  TORCH_CHECK_VALUE(hyper.beta2 >= 0 && hyper.beta2 < 1,
+                    "dmuon: Muon: beta2 must lie in [0, 1), not ", hyper.beta2);
   checkNewtonSchulzConfig(hyper.newton_schulz, hyper.newton_schulz.dtype.value_or(at::kFloat));
+}
+
+int64_t muonUpdate(const std::vector<MuonParameter>& parameters, const MuonHyper& hyper) {
+  checkMuonHyper(hyper);
+  for (size_t i = 0; i < parameters.size(); ++i) checkParameter(parameters[i], hyper, i);
+  const at::NoGradGuard no_grad;
+  int64_t matrices = 0;
+  for (const Indices& group : groupForBatching(parameters)) {
+    std::vector<at::Tensor> pieces;
+    std::vector<Target> targets;
+    for (const size_t i : group) {
+      const MuonParameter& p = parameters[i];
+      const Blocks& blocks = blocksOf(p, hyper);
+      const auto weights = blockViews(p.weight.detach(), blocks);
+      const auto moments =
+          secondMomentViews(hyper.variant, p.second_moment, p.weight.sizes(), blocks);
+      const auto directions = blockViews(direction(p, hyper), blocks);
+      for (size_t b = 0; b < directions.size(); ++b) {
+        pieces.push_back(asMatrices(directions[b]));
+        targets.push_back({weights[b], moments[b]});
+        matrices += matrixView(directions[b].sizes()).batch;
+      }
+    }
+    const auto results = orthogonalizeAll(pieces, hyper.newton_schulz);
+    for (size_t k = 0; k < results.size(); ++k) {
+      const auto& [weight, second_moment] = targets[k];
+      descend(weight, applyVariant(hyper.variant, results[k], second_moment, hyper.beta2), hyper);
+    }
+  }
+  return matrices;
 }
 
 int64_t muonUpdate(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
                    const std::vector<at::Tensor>& momenta, const MuonHyper& hyper) {
-  checkMuonHyper(hyper);
   TORCH_CHECK(weights.size() == gradients.size() && weights.size() == momenta.size(),
               "dmuon: muonUpdate got ", weights.size(), " weights, ", gradients.size(),
               " gradients and ", momenta.size(), " momenta");
+  std::vector<MuonParameter> parameters(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    checkTensors(weights[i], gradients[i], momenta[i], i);
+    parameters[i].weight = weights[i];
+    parameters[i].gradient = gradients[i];
+    parameters[i].momentum = momenta[i];
   }
-  const at::NoGradGuard no_grad;
-  int64_t matrices = 0;
-  for (const Indices& group : groupForBatching(weights)) {
-    std::vector<at::Tensor> directions;
-    for (const size_t i : group) {
-      directions.push_back(direction(gradients[i], momenta[i], hyper));
-      matrices += matrixView(weights[i].sizes()).batch;
-    }
-    if (group.size() == 1) {
-      descend(weights[group[0]], newtonSchulz(directions[0], hyper.newton_schulz), hyper);
-      continue;
-    }
-    const at::Tensor batch = newtonSchulz(at::stack(directions), hyper.newton_schulz);
-    for (size_t k = 0; k < group.size(); ++k) {
-      descend(weights[group[k]], batch.select(0, static_cast<int64_t>(k)), hyper);
-    }
-  }
-  return matrices;
+  return muonUpdate(parameters, hyper);
 }
 
 }  // namespace dmuon::optim

@@ -55,6 +55,34 @@ void checkInputs(const std::vector<PlanMatrix>& matrices, const PlanOptions& opt
   }
 }
 
+// All the parameter's matrices together.
+double parameterCost(const PlanMatrix& matrix, const std::string& cost_model) {
+  if (matrix.block_sizes.empty()) return matrixCost(matrix.shape, cost_model);
+  const auto dims = static_cast<int64_t>(matrix.shape.size());
+  const int64_t dim = matrix.block_dim < 0 ? matrix.block_dim + dims : matrix.block_dim;
+  const std::string blocks = "blocks [" + shapeText(matrix.block_sizes, ", ") +
+                             "] along dimension " + std::to_string(matrix.block_dim) + " of '" +
+                             matrix.name + "' of shape [" + shapeText(matrix.shape, ", ") + "]";
+  if (dim < 0 || dim >= dims) fail(blocks + ": there is no such dimension");
+  std::vector<int64_t> shape = matrix.shape;
+  double cost = 0;
+  int64_t sum = 0;
+  for (const int64_t size : matrix.block_sizes) {
+    shape[static_cast<size_t>(dim)] = size;
+    sum += size;
+    cost += matrixCost(shape, cost_model);
+  }
+  if (sum != matrix.shape[static_cast<size_t>(dim)]) {
+    fail(blocks + " add up to " + std::to_string(sum));
+  }
+  return cost;
+}
+
+std::string blocksText(const PlanMatrix& matrix) {
+  if (matrix.block_sizes.empty()) return "";
+  return "\tblocks " + std::to_string(matrix.block_dim) + ":" + shapeText(matrix.block_sizes, "+");
+}
+
 // The state of the greedy assignment: what each slot has, and how full each unit is where.
 class Assignment {
  public:
@@ -143,7 +171,7 @@ OwnershipPlan::OwnershipPlan(std::vector<PlanMatrix> matrices, PlanOptions optio
   Assignment assignment(options_.replicate_size, options_.shard_size);
   for (PlanMatrix& matrix : matrices) {
     assignment.countUnit(matrix.unit);
-    const double cost = matrixCost(matrix.shape, options_.cost);
+    const double cost = parameterCost(matrix, options_.cost);
     entries_.push_back({std::move(matrix), cost, 0, 0});
   }
   std::sort(entries_.begin(), entries_.end(), [](const PlanEntry& x, const PlanEntry& y) {
@@ -201,8 +229,8 @@ std::string OwnershipPlan::canonicalText() const {
       << options_.shard_size << "\tcost " << options_.cost << "\n";
   for (const PlanEntry& entry : entries_) {
     out << escaped(entry.matrix.name) << "\tunit " << escaped(entry.matrix.unit) << "\tshape "
-        << shapeText(entry.matrix.shape, "x") << "\tbytes " << entry.matrix.bytes << "\towner "
-        << ownerText(entry) << "\n";
+        << shapeText(entry.matrix.shape, "x") << "\tbytes " << entry.matrix.bytes
+        << blocksText(entry.matrix) << "\towner " << ownerText(entry) << "\n";
   }
   return out.str();
 }

@@ -77,12 +77,12 @@ const torch::Tensor& momentumOf(const torch::optim::OptimizerParamState& state) 
 
 MuonOptions options() { return MuonOptions(0.1).weight_decay(0.1); }
 
-TEST(MuonOnRanks, EqualsOneProcessOnTheMeanGradientBitForBit) {
-  runRanks(kRanks, [](int rank, const Store& store) {
+void compareWithOneProcess(const MuonOptions& options) {
+  runRanks(kRanks, [&](int rank, const Store& store) {
     const auto pg = groupOf(store, rank);
     const Parameters parameters = model(), reference = model();
-    Muon optimizer(parameters, options(), pg->ownerCollectives(at::kCPU));
-    Muon one(reference, options());
+    Muon optimizer(parameters, options, pg->ownerCollectives(at::kCPU));
+    Muon one(reference, options);
     for (int step = 0; step < 6; ++step) {
       optimizer.zero_grad();
       one.zero_grad();
@@ -107,6 +107,13 @@ TEST(MuonOnRanks, EqualsOneProcessOnTheMeanGradientBitForBit) {
     }
     pg->shutdown();
   });
+}
+
+TEST(MuonOnRanks, EqualsOneProcessOnTheMeanGradientBitForBit) { compareWithOneProcess(options()); }
+
+TEST(MuonOnRanks, OwnersDoVariantsAndRoundAsOneProcessDoes) {
+  compareWithOneProcess(options().variant("normuon").momentum_dtype("bfloat16").seed(5));
+  compareWithOneProcess(options().variant("adamuon").cautious(true));
 }
 
 TEST(MuonOnRanks, LocalGradientsAreLeftAlone) {

@@ -65,6 +65,12 @@ def test_the_example_trains_and_all_ranks_agree(program):
     assert len(re.findall(r"slot \(0, \d\)", output)) == 4, output
 
 
+def test_one_process_trains_with_muons_options(program):
+    output = run(program.parent / "train_gated", limit=60)
+    losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", output)]
+    assert losses[-1] < 0.1 * losses[0], output
+
+
 @pytest.mark.multiprocess
 def test_ranks_started_one_by_one_meet_in_a_file(program, tmp_path):
     store = tmp_path / "store"

@@ -4,7 +4,12 @@
 //   loss.backward(); optimizer.step(); optimizer.zero_grad();
 //
 // Every parameter must have at least 2 dimensions; use torch::optim::AdamW for the rest. State key
-// "momentum_buffer", fp32 for fp16/bf16 parameters (which also get an fp32 "master").
+// "momentum_buffer", fp32 for fp16/bf16 parameters (which also get an fp32 "master"). With a
+// variant also "second_momentum_buffer", with momentum_dtype "bfloat16" also "step".
+//
+// block_sizes, along block_dim, cut every parameter of the group into matrices of their own, as
+// blocks.h says: give a fused weight a group of its own. What the other options mean stands in
+// muon_update.h.
 //
 // With an OwnerCollectives, gradients are averaged onto each parameter's owner (by OwnershipPlan
 // over a 1 x N mesh), the owner updates, and the result is broadcast: data parallel training in two
@@ -44,6 +49,14 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   TORCH_ARG(std::string, ns_coefficients) = "you";
   TORCH_ARG(std::string, ns_mode) = "fast";
   TORCH_ARG(std::string, adjust_lr) = "original";
+  TORCH_ARG(int64_t, block_dim) = 0;
+  TORCH_ARG(std::vector<int64_t>, block_sizes) = {};
+  TORCH_ARG(std::string, variant) = "none";  // "normuon", "adamuon"
+  TORCH_ARG(double, beta2) = 0.95;           // the variant's
+  TORCH_ARG(bool, cautious) = false;         // weight decay
+  // "float32": as wide as the master; "bfloat16": rounded stochastically, by `seed`.
+  TORCH_ARG(std::string, momentum_dtype) = "float32";
+  TORCH_ARG(int64_t, seed) = 0;
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -55,6 +68,8 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
 struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
   TORCH_ARG(torch::Tensor, momentum_buffer);
   TORCH_ARG(torch::Tensor, master);  // undefined for fp32 and fp64 parameters
+  TORCH_ARG(torch::Tensor, second_momentum_buffer);
+  TORCH_ARG(int64_t, step) = 0;  // counted for a bf16 momentum only
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;

@@ -21,6 +21,9 @@ struct PlanMatrix {
   std::string unit;            // the hook boundary it moves with
   std::vector<int64_t> shape;  // >= 2 dimensions
   int64_t bytes = 0;           // in the parameter's dtype
+  // A fused weight, as Blocks in blocks.h: each block costs what a matrix of its shape does.
+  int64_t block_dim = 0;
+  std::vector<int64_t> block_sizes = {};
 };
 
 struct PlanEntry {
@@ -38,8 +41,8 @@ struct PlanOptions {
 
 class OwnershipPlan {
  public:
-  // Throws std::invalid_argument for duplicate names, bad shapes, an unknown cost or mesh sizes
-  // < 1.
+  // Throws std::invalid_argument for duplicate names, bad shapes or blocks, an unknown cost or mesh
+  // sizes < 1.
   OwnershipPlan(std::vector<PlanMatrix> matrices, PlanOptions options);
 
   // Sorted by name.
