@@ -98,6 +98,11 @@ class NewtonSchulzConfig:
     def restarts(self) -> list[int]: ...
     dtype: torch.dtype | None
 
+class NewtonSchulzWorkspace:
+    """Memory that updates use one after the other."""
+
+    def __init__(self) -> None: ...
+
 class MuonHyper:
     """Checked options of one Muon update."""
 
@@ -133,6 +138,7 @@ def muon_update(
     second_moments: Sequence[torch.Tensor] = ...,
     blocks: Sequence[tuple[int, Sequence[int]] | None] = ...,
     streams: Sequence[tuple[int, int]] = ...,
+    workspace: NewtonSchulzWorkspace | None = ...,
 ) -> int: ...
 def adamw_update(
     weights: Sequence[torch.Tensor],

@@ -54,7 +54,8 @@ class Muon(torch.optim.Optimizer):
         nesterov: look ahead by the momentum.
         weight_decay: decoupled; times the unadjusted ``lr``.
         ns_steps: steps of the orthogonalization.
-        ns_coefficients: "keller", "you", "polar_express", or a list of (a, b, c), one per step.
+        ns_coefficients: "keller", "you", "polar_express", "cans", "deepseek", or a list of
+            (a, b, c), one per step.
         ns_mode: "fast", "accurate", "exact", or a list of restarts; see ``dmuon.newton_schulz``.
         ns_dtype: dtype of the iteration; None: fp32 on CPU, fp16 on CUDA.
         adjust_lr_fn: "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)),
@@ -128,6 +129,7 @@ class Muon(torch.optim.Optimizer):
         self._master_versions: dict[int, int] = {}
         self._fitted: dict[int, tuple[Any, ...]] = {}
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
+        self._workspace = _C.NewtonSchulzWorkspace()
         groups = self._groups(model_or_params, list(param_groups or []))
         super().__init__(groups, {})
         self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
@@ -321,7 +323,7 @@ class Muon(torch.optim.Optimizer):
                 runtime.orthogonalized += stacked * (len(blocks[-1][1]) if blocks[-1] else 1)
         _C.muon_update(
             weights, gradients, momenta, self._hyper(group),
-            second_moments=moments, blocks=blocks, streams=streams,
+            second_moments=moments, blocks=blocks, streams=streams, workspace=self._workspace,
         )  # fmt: skip
         for p, local, master in halves:
             local.copy_(master)
@@ -411,6 +413,7 @@ class Muon(torch.optim.Optimizer):
             return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
         self._update_hooks, self._fitted = OrderedDict(), {}
+        self._workspace = _C.NewtonSchulzWorkspace()
         for number, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 self._names[id(p)] = f"{position} of group {number}"

@@ -43,6 +43,7 @@ void registerEngine(py::module_& m) {
       .def_property_readonly("steps", &triplesOf)
       .def_readonly("restarts", &NewtonSchulzConfig::restarts)
       .def_readwrite("dtype", &NewtonSchulzConfig::dtype);
+  py::class_<NewtonSchulzWorkspace>(m, "NewtonSchulzWorkspace").def(py::init<>());
   m.def("newton_schulz",
         py::overload_cast<const at::Tensor&, const NewtonSchulzConfig&>(&newtonSchulz),
         py::arg("g"), py::arg("config"), py::call_guard<py::gil_scoped_release>());
@@ -60,7 +61,8 @@ Blocks blocksOf(const BlockPair& pair) {
 int64_t update(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
                const std::vector<at::Tensor>& momenta, const MuonHyper& hyper,
                const std::vector<at::Tensor>& second_moments, const std::vector<BlockPair>& blocks,
-               const std::vector<std::pair<uint32_t, uint64_t>>& streams) {
+               const std::vector<std::pair<uint32_t, uint64_t>>& streams,
+               NewtonSchulzWorkspace* workspace) {
   const size_t count = weights.size();
   const auto fits = [&](size_t size) { return size == 0 || size == count; };
   TORCH_CHECK(gradients.size() == count && momenta.size() == count && fits(second_moments.size()) &&
@@ -78,7 +80,7 @@ int64_t update(const std::vector<at::Tensor>& weights, const std::vector<at::Ten
     if (!blocks.empty()) p.blocks = blocksOf(blocks[i]);
     if (!streams.empty()) std::tie(p.index, p.step) = streams[i];
   }
-  return muonUpdate(parameters, hyper);
+  return workspace ? muonUpdate(parameters, hyper, *workspace) : muonUpdate(parameters, hyper);
 }
 
 void registerUpdates(py::module_& m) {
@@ -133,7 +135,7 @@ void registerUpdates(py::module_& m) {
         py::arg("hyper"), py::kw_only(), py::arg("second_moments") = std::vector<at::Tensor>(),
         py::arg("blocks") = std::vector<BlockPair>(),
         py::arg("streams") = std::vector<std::pair<uint32_t, uint64_t>>(),
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("workspace") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "adamw_update",
       [](const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,

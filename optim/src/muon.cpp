@@ -294,7 +294,7 @@ void Muon::update(const std::vector<Item>& items, const std::vector<MuonHyper>& 
       p.step = static_cast<uint64_t>(state.step());
       parameters.push_back(std::move(p));
     }
-    muonUpdate(parameters, hypers[g]);
+    muonUpdate(parameters, hypers[g], workspace_);
     for (size_t i = 0; i < halves.size(); ++i) halves[i].copy_(masters[i]);
   }
 }

@@ -1,6 +1,8 @@
 #include <dmuon/optim/muon_update.h>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/lerp.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "newton_schulz_engine.h"
 #include "orthogonalize_all.h"
 
 namespace dmuon::optim {
@@ -55,15 +58,21 @@ void checkParameter(const MuonParameter& p, const MuonHyper& hyper, size_t index
               moment.device());
 }
 
-// Advances the momentum and returns the direction to orthogonalize, in the gradient's shape.
-at::Tensor direction(const MuonParameter& p, const MuonHyper& hyper) {
+// Advances the momentum and returns the direction to orthogonalize, in the gradient's shape; on the
+// CPU it may lie in the workspace.
+at::Tensor direction(const MuonParameter& p, const MuonHyper& hyper,
+                     NewtonSchulzWorkspace& workspace) {
   const at::Tensor& kept = p.momentum;
   const bool rounded = kept.scalar_type() == at::kBFloat16;
   const at::Tensor momentum = rounded ? kept.to(at::kFloat) : kept;
   const at::Tensor g = p.gradient.detach().to(momentum.scalar_type());
   momentum.lerp_(g, 1.0 - hyper.momentum);
   if (rounded) roundStochastically(momentum, kept, {hyper.seed, p.index, p.step});
-  const at::Tensor u = hyper.nesterov ? g.lerp(momentum, hyper.momentum) : momentum;
+  at::Tensor u = momentum;
+  if (hyper.nesterov) {
+    u = g.is_cpu() ? workspace.take(kDirection, g.sizes(), g.options()) : at::empty_like(g);
+    at::lerp_out(u, g, momentum, hyper.momentum);
+  }
   return variantInput(hyper.variant, u);
 }
 
@@ -158,6 +167,12 @@ void checkMuonHyper(const MuonHyper& hyper) {
 }
 
 int64_t muonUpdate(const std::vector<MuonParameter>& parameters, const MuonHyper& hyper) {
+  NewtonSchulzWorkspace workspace;
+  return muonUpdate(parameters, hyper, workspace);
+}
+
+int64_t muonUpdate(const std::vector<MuonParameter>& parameters, const MuonHyper& hyper,
+                   NewtonSchulzWorkspace& workspace) {
   checkMuonHyper(hyper);
   for (size_t i = 0; i < parameters.size(); ++i) checkParameter(parameters[i], hyper, i);
   const at::NoGradGuard no_grad;
@@ -171,18 +186,17 @@ int64_t muonUpdate(const std::vector<MuonParameter>& parameters, const MuonHyper
       const auto weights = blockViews(p.weight.detach(), blocks);
       const auto moments =
           secondMomentViews(hyper.variant, p.second_moment, p.weight.sizes(), blocks);
-      const auto directions = blockViews(direction(p, hyper), blocks);
+      const auto directions = blockViews(direction(p, hyper, workspace), blocks);
       for (size_t b = 0; b < directions.size(); ++b) {
         pieces.push_back(asMatrices(directions[b]));
         targets.push_back({weights[b], moments[b]});
         matrices += matrixView(directions[b].sizes()).batch;
       }
     }
-    const auto results = orthogonalizeAll(pieces, hyper.newton_schulz);
-    for (size_t k = 0; k < results.size(); ++k) {
+    orthogonalizeAll(pieces, hyper.newton_schulz, workspace, [&](size_t k, const at::Tensor& x) {
       const auto& [weight, second_moment] = targets[k];
-      descend(weight, applyVariant(hyper.variant, results[k], second_moment, hyper.beta2), hyper);
-    }
+      descend(weight, applyVariant(hyper.variant, x, second_moment, hyper.beta2), hyper);
+    });
   }
   return matrices;
 }

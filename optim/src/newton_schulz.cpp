@@ -76,9 +76,6 @@ void multiply(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   a.dim() == 2 ? at::mm_out(out, a, b) : at::bmm_out(out, a, b);
 }
 
-// Places in the workspace.
-enum Place : size_t { kX, kOther, kR, kP, kQ, kT, kAll };
-
 }  // namespace
 
 at::Tensor NewtonSchulzWorkspace::take(size_t place, at::IntArrayRef sizes,

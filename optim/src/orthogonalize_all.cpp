@@ -7,12 +7,16 @@
 
 namespace dmuon::optim {
 
-std::vector<at::Tensor> orthogonalizeAll(const std::vector<at::Tensor>& pieces,
-                                         const NewtonSchulzConfig& config) {
-  if (!pieces.empty() && !pieces[0].is_cpu()) return orthogonalizeInBatches(pieces, config);
-  std::vector<at::Tensor> results;
-  for (const at::Tensor& piece : pieces) results.push_back(newtonSchulz(piece, config));
-  return results;
+void orthogonalizeAll(const std::vector<at::Tensor>& pieces, const NewtonSchulzConfig& config,
+                      NewtonSchulzWorkspace& workspace,
+                      const std::function<void(size_t, const at::Tensor&)>& use) {
+  if (pieces.empty()) return;
+  if (pieces[0].is_cpu()) {
+    for (size_t k = 0; k < pieces.size(); ++k) use(k, newtonSchulz(pieces[k], config, workspace));
+    return;
+  }
+  const auto results = orthogonalizeInBatches(pieces, config);
+  for (size_t k = 0; k < results.size(); ++k) use(k, results[k]);
 }
 
 std::vector<at::Tensor> orthogonalizeInBatches(const std::vector<at::Tensor>& pieces,

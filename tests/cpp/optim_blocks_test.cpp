@@ -131,7 +131,12 @@ TEST(Blocks, InBatchesAreWhatTheyAreOneByOne) {
       fused.narrow(0, 0, 4), at::randn({3, 5, 6}), fused.narrow(0, 4, 5), at::randn({6, 4}).t(),
       at::randn({2, 4, 6}),  at::randn({7, 7}),    fused.narrow(0, 9, 5)};
   const auto config = makeNewtonSchulzConfig("you", 5, "fast");
-  const auto single = orthogonalizeAll(pieces, config);
+  std::vector<at::Tensor> single;
+  NewtonSchulzWorkspace workspace;
+  orthogonalizeAll(pieces, config, workspace, [&](size_t k, const at::Tensor& x) {
+    EXPECT_EQ(k, single.size());
+    single.push_back(x.clone());
+  });
   const auto batched = orthogonalizeInBatches(pieces, config);
   ASSERT_EQ(batched.size(), pieces.size());
   for (size_t i = 0; i < pieces.size(); ++i) {

@@ -1,7 +1,11 @@
+#include <ATen/Parallel.h>
+#include <c10/core/Allocator.h>
 #include <dmuon/optim/muon_update.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "optim_reference.h"
 
@@ -194,6 +198,54 @@ TEST(MuonUpdate, RefusesWhatDoesNotFitWithTheValues) {
   refuse("weight_decay must be finite and >= 0, not -0.5",
          [](MuonHyper& h) { h.weight_decay = -0.5; });
   refuse("steps, not 0", [](MuonHyper& h) { h.newton_schulz.steps.clear(); });
+}
+
+// What torch's CPU allocator is asked for on this thread.
+struct Allocations : c10::MemoryReportingInfoBase {
+  int64_t largest = 0;
+  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
+    largest = std::max(largest, bytes);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+};
+
+TEST(MuonUpdate, AllocatesNothingOnceItsWorkspaceHasSeenTheLargestMatrix) {
+  at::set_num_threads(1);
+  const std::vector<std::vector<int64_t>> shapes = {{256, 384}, {384, 256}, {40, 500}, {3, 64, 96}};
+  std::vector<MuonParameter> parameters(shapes.size());
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    parameters[i].weight = at::randn(shapes[i]);
+    parameters[i].gradient = at::randn(shapes[i]);
+    parameters[i].momentum = at::randn(shapes[i]);
+  }
+  const auto copies = [&] {
+    std::vector<MuonParameter> own = parameters;
+    for (MuonParameter& p : own) {
+      p.weight = p.weight.clone();
+      p.momentum = p.momentum.clone();
+    }
+    return own;
+  };
+  const MuonHyper hyper = hyperOf();
+  std::vector<MuonParameter> with = copies(), without = copies();
+  NewtonSchulzWorkspace workspace;
+  muonUpdate(with, hyper, workspace);
+  const auto allocations = std::make_shared<Allocations>();
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, allocations);
+    muonUpdate(with, hyper, workspace);
+  }
+  EXPECT_LE(allocations->largest, 64);  // scalars
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, allocations);
+    muonUpdate(without, hyper);
+  }
+  EXPECT_GE(allocations->largest, 256 * 384 * 4);  // the counter counts
+  muonUpdate(without, hyper);
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    EXPECT_TRUE(with[i].weight.equal(without[i].weight)) << i;
+    EXPECT_TRUE(with[i].momentum.equal(without[i].momentum)) << i;
+  }
 }
 
 }  // namespace

@@ -107,6 +107,7 @@ class Muon : public torch::optim::Optimizer {
   void broadcastParameters(const std::vector<Item>& items);
 
   std::shared_ptr<OwnerCollectives> group_;
+  NewtonSchulzWorkspace workspace_;
 };
 
 }  // namespace dmuon::optim

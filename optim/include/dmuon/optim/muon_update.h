@@ -65,6 +65,12 @@ struct MuonParameter {
 // orthogonalized matrices.
 int64_t muonUpdate(const std::vector<MuonParameter>& parameters, const MuonHyper& hyper);
 
+// The same in memory that is kept from step to step: on the CPU, plain Muon on fp32 gradients
+// allocates nothing once the workspace has seen the largest matrix. On other devices, whose
+// allocators keep memory anyway and lend it to forward and backward, the workspace stays empty.
+int64_t muonUpdate(const std::vector<MuonParameter>& parameters, const MuonHyper& hyper,
+                   NewtonSchulzWorkspace& workspace);
+
 // The same for plain parameters, without a variant: lists of equal lengths.
 int64_t muonUpdate(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients,
                    const std::vector<at::Tensor>& momenta, const MuonHyper& hyper);

@@ -67,7 +67,8 @@ void checkNewtonSchulzConfig(const NewtonSchulzConfig& config, at::ScalarType dt
 at::Tensor newtonSchulz(const at::Tensor& g, const NewtonSchulzConfig& config);
 
 // Memory that one orthogonalization after the other uses, so that only the largest of its kind
-// allocates: at most twice the input and four matrices (s, s), in the iteration's dtype.
+// allocates: at most twice the input and four matrices (s, s), in the iteration's dtype. Before the
+// first use it is empty.
 class NewtonSchulzWorkspace {
  public:
   // A contiguous tensor with undefined contents. What was taken at the same place before is
