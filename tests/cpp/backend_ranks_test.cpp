@@ -39,9 +39,9 @@ TEST(Ranks, aRankThatHangsIsKilled) {
                               [](int rank, const Store&) {
                                 if (rank == 1) std::this_thread::sleep_for(std::chrono::hours(1));
                               },
-                              std::chrono::seconds(1)),
-                          "killed: not done after 1 s");
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+                              std::chrono::seconds(5)),
+                          "killed: not done after 5 s");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
 }
 
 TEST(Ranks, allRanksMeetInTheStore) {
