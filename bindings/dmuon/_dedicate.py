@@ -34,6 +34,7 @@ def dedicate_params(
     hook_boundary_predicate: BoundaryPredicate | None = None,
     hook_boundary_strict: bool = True,
     mp_policy: Any = None,
+    prefetch: int = 1,
     blocks: Any = None,
     cost: str = "measured",
     process_groups: str = "isolated",
@@ -59,6 +60,9 @@ def dedicate_params(
             module that holds the parameter.
         mp_policy: a ``MixedPrecisionPolicy``; default: that of the enclosing ``fully_shard``
             module.
+        prefetch: how many units' weights are brought ahead of the one that computes, in forward and
+            backward, in the order of the pass before; 0: none. Each costs its memory while it
+            waits. The results are the same.
         blocks: fused weights whose blocks are matrices of their own, as for ``Muon``, which takes
             them from here then; the plan counts what the blocks cost.
         cost: how the plan weighs matrices: "measured" (a time model) or "flops".
@@ -74,8 +78,8 @@ def dedicate_params(
     """
     return _dedicate(
         model, mesh, predicate, False,
-        reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, mp_policy, blocks,
-        cost, process_groups,
+        reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, mp_policy, prefetch,
+        blocks, cost, process_groups,
     )  # fmt: skip
 
 
@@ -88,11 +92,12 @@ def _dedicate(
     hook_boundary_predicate: BoundaryPredicate | None = None,
     hook_boundary_strict: bool = True,
     mp_policy: Any = None,
+    prefetch: int = 1,
     blocks: Any = None,
     cost: str = "measured",
     process_groups: str = "isolated",
 ) -> _C.OwnershipPlan:
-    _check_options(reshard_after_forward, cost, process_groups)
+    _check_options(reshard_after_forward, prefetch, cost, process_groups)
     view = MeshView(mesh)
     view.plain_scalars = for_ddp
     chosen = _choose(model, predicate)
@@ -122,7 +127,7 @@ def _dedicate(
             [
                 plan.canonical_text,
                 f"units {list(units)}",
-                f"reshard_after_forward {reshard_after_forward}",
+                f"reshard_after_forward {reshard_after_forward}, prefetch {prefetch}",
                 *(f"{name} {p.dtype}" for name, p in sorted(named.items())),
             ]
         ),
@@ -144,6 +149,7 @@ def _dedicate(
             list(entries.items()),
             reshard_after_forward=reshard_after_forward,
             mp_policy=mp_policy,
+            prefetch=prefetch,
         )
         _ignore_in_ddp(model, places)
     return plan
@@ -211,9 +217,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 wrapped.set_requires_all_reduce(all_reduce, recurse=False)
 
 
-def _check_options(reshard: Any, cost: str, process_groups: str) -> None:
+def _check_options(reshard: Any, prefetch: Any, cost: str, process_groups: str) -> None:
     if not isinstance(reshard, bool):
         raise ValueError(f"dmuon: reshard_after_forward must be True or False, got {reshard!r}")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"dmuon: prefetch must be a number of units from 0 on, got {prefetch!r}")
     if cost not in _COSTS:
         raise ValueError(f"dmuon: cost must be one of {_COSTS}, got {cost!r}")
     if process_groups != "isolated":

@@ -75,8 +75,8 @@ class Muon(torch.optim.Optimizer):
         seed: of that rounding. It is a function of seed, the parameter's index, "step" and element,
             so that runs can be repeated and a resumed one continues bit for bit.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: for the group "adamw".
-        replicate_async: reserved for hiding the publication of updates under the next forward; the
-            step waits for it in this version, with the same results.
+        replicate_async: hide the publication of updates under what comes next: a unit's next
+            forward waits for its own. False: the step waits for all. The results are the same.
         param_groups: more groups, as dicts with "params" and options; parameters named here leave
             the two default groups. "algorithm": "muon" or "adamw"; default by the parameters.
 
@@ -263,7 +263,7 @@ class Muon(torch.optim.Optimizer):
             hook(self)
         for runtime in self._runtimes:
             runtime.steps += 1
-            runtime.publish(updated)
+            runtime.publish(updated, wait=not self.replicate_async)
         return loss
 
     def _hyper(self, group: dict[str, Any]) -> _C.MuonHyper:

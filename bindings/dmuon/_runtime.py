@@ -27,6 +27,7 @@ from ._fsdp import Enclosing, enclosing
 from ._hiding import reveal
 from ._mesh import MeshView, format_mesh, local_like
 from ._owned_tensor import OwnedTensor
+from ._prefetch import Prefetch
 
 _RUNTIMES = "_dmuon_runtimes"
 _ORDER = (
@@ -67,6 +68,8 @@ class Unit:
         self.enclosing = Enclosing()
         self.depth = 0  # nested forwards of the block and of modules in it
         self.in_backward = False
+        self.awaited = False  # a backward through it is expected
+        self.prefetches = 0
         self.core: _C.DedicatedUnit
         self.rests: list[Any] = []  # Parameters that are OwnedTensors
         self.lives: list[nn.Parameter] = []
@@ -152,17 +155,37 @@ class Unit:
             if not self.in_backward:
                 self.check_rests()
                 self.follow_requires_grad()
-                self.version += self.core.stale
-                self.core.unshard(refresh=True)
+                self.refresh()
             elif not self.core.unsharded:
                 self.core.unshard(refresh=False)
             self.core.wait_unshard()
+            if not self.in_backward and not self.runtime.core.in_backward:
+                self.runtime.prefetch.entered("forward", self)
             _C.install(self.slots, live=True)
             if torch.is_grad_enabled() and not all(self._trainable):
                 self.watch_inputs((args, kwargs))
             if self._cast is not None:
                 return _cast(args, self._cast), _cast(kwargs, self._cast)
         return None
+
+    def refresh(self) -> None:
+        """Starts to bring the weights as they are now, published first if they were changed."""
+        self.version += self.core.stale
+        self.core.unshard(refresh=True)
+
+    def bring(self, direction: str) -> bool:
+        """Starts to bring weights that are expected to be used next; False if there is no need."""
+        if self.core.unsharded or self.in_backward:
+            return False
+        if direction == "forward":
+            self.refresh()
+        elif self.awaited:
+            self.core.unshard(refresh=False)
+        return self.core.unsharded
+
+    def release_unused(self) -> None:
+        if self.reshard_after_forward and self.depth == 0 and not self.in_backward:
+            self.core.reshard()
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.depth == 0:  # the pre-forward hook itself failed
@@ -175,6 +198,7 @@ class Unit:
         if torch.is_grad_enabled():
             hook = functools.partial(self.pre_backward, self.version)
             seen_all = register_pre_backward(output, hook)
+            self.awaited = True
         if self.reshard_after_forward and seen_all:
             self.core.reshard()
         return None if self._output is None else _cast(output, self._output)
@@ -194,6 +218,7 @@ class Unit:
         if not self.core.unsharded:
             self.core.unshard(refresh=False)
         self.core.wait_unshard()
+        self.runtime.prefetch.entered("backward", self)
         _C.install(self.slots, live=True)
         self.runtime.core.set_sync(self.index, self.sync())
 
@@ -223,7 +248,7 @@ class Unit:
         )
 
     def end_backward(self) -> None:
-        self.in_backward = False
+        self.in_backward = self.awaited = False
         self._open_inputs = 0
         if self.depth == 0:
             _C.install(self.slots, live=False)
@@ -254,11 +279,13 @@ class Runtime:
         *,
         reshard_after_forward: bool,
         mp_policy: Any,
+        prefetch: int,
     ) -> None:
         self.model = model
         self.view = view
         self.plan = plan
         self.mp_policy = mp_policy
+        self.prefetch = Prefetch(prefetch if view.shape[1] > 1 else 0)
         self.reduce_channel = view.channel("reduce")
         self.unshard_channel = view.channel("unshard")
         self.publish_channel = view.channel("publish")
@@ -294,6 +321,7 @@ class Runtime:
                 module.register_forward_hook(unit.post_forward, always_call=True)
         # The outermost output, so that the end of the backward is the end of the outer one even
         # where re-entrant checkpointing runs backwards inside it.
+        self.model.register_forward_pre_hook(lambda *_: self._pre_forward_model())
         self.model.register_forward_hook(self._post_forward_model)
         self.model.register_state_dict_pre_hook(lambda *_: self.repair())
 
@@ -310,7 +338,13 @@ class Runtime:
                 found[block.get_submodule(path)] = None
         return list(found)
 
+    def _pre_forward_model(self) -> None:
+        if not self.bound or not self.core.in_backward:
+            self.prefetch.begin()
+
     def _post_forward_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.core.in_backward:
+            self.prefetch.begin()
         if torch.is_grad_enabled():
             register_pre_backward(output, lambda _: self.enter_backward())
 
@@ -382,6 +416,7 @@ class Runtime:
         if self.core.in_backward:
             return
         self.core.begin_backward(torch._C._current_graph_task_id())
+        self.prefetch.begin()
         # The engine drops its callbacks with the backward, however that ends; with them the token.
         token = _Token()
         self._alive = weakref.ref(token)
@@ -396,6 +431,7 @@ class Runtime:
         finally:
             for unit in self.units:
                 unit.end_backward()
+            self.prefetch.begin()
         for unit, locals_ in zip(self.units, reduced):
             if locals_ is not None:
                 unit.set_gradients(locals_)
@@ -404,6 +440,7 @@ class Runtime:
         self.core.abandon_backward()
         for unit in self.units:
             unit.end_backward()
+        self.prefetch.begin()
 
     def drop_gradients(self) -> None:
         """Forgets gradients that are not yet on their owners (accumulated under no_sync)."""
@@ -412,14 +449,21 @@ class Runtime:
             for unit in self.units:
                 unit.core.drop_gradients()
 
-    def publish(self, changed: set[int]) -> None:
-        """After a step: brings the parameters whose ``id`` is in ``changed`` to all replicas."""
+    def publish(self, changed: set[int], wait: bool) -> None:
+        """After a step: brings the parameters whose ``id`` is in ``changed`` to all replicas.
+
+        Without ``wait``, whoever reads a unit's weights first waits for its own.
+        """
         self.repair()
         for unit in self.units:
             flags = [id(rest) in changed for rest in unit.rests]
             unit.version += any(flags)
             unit.core.publish(flags)
-        for unit in self.units:
+        if wait:
+            self.wait_publish()
+
+    def wait_publish(self) -> None:
+        for unit in self.units if self.bound else ():
             unit.core.wait_publish()
 
 

@@ -12,7 +12,10 @@ from ._runtime import Runtime, runtimes_of
 
 @dataclasses.dataclass
 class UnitStats:
-    """One unit: how often it moved, and its size."""
+    """One unit: how often it moved, its size, and the seconds that this rank has waited for it.
+
+    ``prefetches``: how many of the unshards were started ahead of their use.
+    """
 
     name: str
     unsharded_bytes: int
@@ -20,6 +23,10 @@ class UnitStats:
     reduces: int
     publishes: int
     published_parameters: int
+    unshard_wait_s: float
+    publish_wait_s: float
+    reduce_wait_s: float
+    prefetches: int
 
 
 @dataclasses.dataclass
@@ -45,11 +52,15 @@ class Stats:
             sent, received = c["bytes_sent"] / 2**20, c["bytes_received"] / 2**20
             lines.append(f"{role:<18}{c['calls']:>8}{sent:>12.2f}{received:>14.2f}")
         width = max([len(u.name) for u in self.units] + [4]) + 2
-        lines.append(f"{'unit':<{width}}{'MiB':>8}{'unshards':>10}{'reduces':>9}{'publishes':>11}")
+        lines.append(
+            f"{'unit':<{width}}{'MiB':>8}{'unshards':>10}{'ahead':>7}{'reduces':>9}{'publishes':>11}"
+            f"{'waited ms: unshard':>20}{'publish':>9}{'reduce':>9}"
+        )
         for u in self.units:
             lines.append(
                 f"{u.name:<{width}}{u.unsharded_bytes / 2**20:>8.2f}{u.unshards:>10}"
-                f"{u.reduces:>9}{u.publishes:>11}"
+                f"{u.prefetches:>7}{u.reduces:>9}{u.publishes:>11}{u.unshard_wait_s * 1e3:>20.1f}"
+                f"{u.publish_wait_s * 1e3:>9.1f}{u.reduce_wait_s * 1e3:>9.1f}"
             )
         return "\n".join(lines)
 
@@ -59,7 +70,7 @@ def stats(model: nn.Module) -> Stats:
 
     ``bytes`` has one entry per role: "unshard" (shard group), "reduce" (shard, then replicate
     group), "publish" (replicate group), and "full" (full_tensor, checkpoints); each with calls,
-    bytes_sent and bytes_received.
+    bytes_sent and bytes_received. Waits for updates that are still being published.
 
     Raises:
         ValueError: ``model`` has no dedicated parameters.
@@ -70,10 +81,13 @@ def stats(model: nn.Module) -> Stats:
     totals: dict[str, dict[str, int]] = {}
     units: list[UnitStats] = []
     for runtime in runtimes:
+        runtime.wait_publish()  # its bytes are counted at its end
         _add_bytes(totals, runtime)
         if runtime.bound:
             units += [
-                UnitStats(u.core.name, u.core.unsharded_bytes, **u.core.counters)
+                UnitStats(
+                    u.core.name, u.core.unsharded_bytes, prefetches=u.prefetches, **u.core.counters
+                )
                 for u in runtime.units
             ]
     entries = [(r, e) for r in runtimes for e in r.plan.entries]

@@ -73,6 +73,9 @@ void registerUnit(py::module_& m) {
                                d["reduces"] = c.reduces;
                                d["publishes"] = c.publishes;
                                d["published_parameters"] = c.published_parameters;
+                               d["unshard_wait_s"] = c.unshard_wait_s;
+                               d["publish_wait_s"] = c.publish_wait_s;
+                               d["reduce_wait_s"] = c.reduce_wait_s;
                                return d;
                              })
       .def("live", &DedicatedUnit::live)

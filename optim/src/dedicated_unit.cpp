@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <utility>
 
@@ -48,6 +49,12 @@ void release(const c10::Storage& storage) {
   auto* impl = storage.unsafeGetStorageImpl();
   impl->set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   impl->set_nbytes(0);
+}
+
+void await(const OwnerWorkPtr& work, double& seconds) {
+  const auto start = std::chrono::steady_clock::now();
+  work->wait();
+  seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 // Counts one arrival per backward on its unit.
@@ -232,7 +239,7 @@ void DedicatedUnit::unshard(bool refresh) {
 
 void DedicatedUnit::waitUnshard() {
   waitPublish();
-  if (auto work = std::exchange(unshard_work_, nullptr)) work->wait();
+  if (auto work = std::exchange(unshard_work_, nullptr)) await(work, counters_.unshard_wait_s);
 }
 
 void DedicatedUnit::reshard() {
@@ -277,7 +284,7 @@ void DedicatedUnit::publish(const std::vector<bool>& changed) {
 }
 
 void DedicatedUnit::waitPublish() {
-  if (auto work = std::exchange(publish_work_, nullptr)) work->wait();
+  if (auto work = std::exchange(publish_work_, nullptr)) await(work, counters_.publish_wait_s);
 }
 
 // --- gradients ---------------------------------------------------------------------------------
@@ -357,7 +364,7 @@ void DedicatedUnit::reduce(const GradientSync& sync) {
 std::vector<DedicatedUnit::Reduced> DedicatedUnit::waitReduce() {
   if (!reduce_) return {};
   auto pending = std::exchange(reduce_, std::nullopt);
-  if (pending->work) pending->work->wait();
+  if (pending->work) await(pending->work, counters_.reduce_wait_s);
   auto flags = pending->work ? pending->work->flags() : std::move(pending->flags);
   if (!pending->direct) {
     addToPartial(*pending, flags);

@@ -54,6 +54,8 @@ struct UnitCounters {
   int64_t reduces = 0;
   int64_t publishes = 0;
   int64_t published_parameters = 0;
+  // Seconds that the host has waited (on CUDA little: there streams wait).
+  double unshard_wait_s = 0, publish_wait_s = 0, reduce_wait_s = 0;
 };
 
 // How the gradients of one backward are handled; FSDP2's switches of the same names.
