@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Checks that backend/ and optim/ compile against another torch version's headers:
+# Checks that dmuon compiles against another torch version's headers:
 #
 #   bash scripts/check_torch_headers.sh 2.11.0
 #
 # Fetches that version's wheel with pip, unpacks its headers into build/torch-headers/VERSION (the
-# wheel itself is thrown away) and runs the compiler with -fsyntax-only over every source file. Run
-# it when those files change; it is too slow and too large a download for every test run.
+# wheel itself is thrown away) and runs the compiler with -fsyntax-only over every source file of
+# backend/, optim/ and bindings/, with UCX and NCCL where .venv has their headers. The files of
+# backend/src go through it together, as in a build with a sanitizer. Run it when those files change;
+# it is too slow and too large a download for every test run.
 #
 # PYTHON: the Python whose pip fetches (default: .venv's). JOBS: compilers at once (default 2).
 set -euo pipefail
@@ -34,13 +36,34 @@ PYTHON
   touch "$cache/complete"
 fi
 
+# Where the headers of a package are, as an option; nothing if it is not installed.
+headers_of() {
+  "$python" - "$@" <<'PYTHON'
+import importlib.util, pathlib, sys
+
+name, *folders = sys.argv[1:]
+spec = importlib.util.find_spec(name)
+places = [pathlib.Path(place) for place in (spec.submodule_search_locations if spec else [])]
+found = [place / folder for place in places for folder in folders if (place / folder).is_dir()]
+print(" ".join(f"-isystem {folder}" for folder in found))
+PYTHON
+}
+options="-I$root/backend/include -I$root/optim/include -I$root/backend/src -I$root/optim/src
+  -isystem $cache/torch/include -isystem $cache/torch/include/torch/csrc/api/include
+  -isystem $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  -DTORCH_EXTENSION_NAME=_C"
+ucx=$(headers_of libucx include)
+[[ -z $ucx ]] || options+=" -DDMUON_HAVE_UCX -DDMUON_UCX_BUILD_LIBRARY=\"\" $ucx"
+nccl=$(headers_of nvidia nccl/include cu13/include cuda_runtime/include)
+[[ $nccl != */nccl/* ]] || options+=" -DDMUON_HAVE_NCCL $nccl"
+echo "UCX: ${ucx:-no headers found}, NCCL: ${nccl:-no headers found}"
+
 # Prints what failed; the exit code counts.
 check() {
   local file=$1 log
+  # shellcheck disable=SC2086
   if log=$(g++ -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
-    -I"$root/backend/include" -I"$root/optim/include" -I"$root/backend/src" -I"$root/optim/src" \
-    -isystem "$cache/torch/include" -isystem "$cache/torch/include/torch/csrc/api/include" \
-    "$file" 2>&1); then
+    $options "$file" 2>&1); then
     printf 'ok      %s\n' "${file#"$root"/}"
   else
     printf 'FAILED  %s\n%s\n' "${file#"$root"/}" "$log"
@@ -48,13 +71,13 @@ check() {
   fi
 }
 export -f check
-export root cache
+export root options
 
-mapfile -t files < <(find "$root/backend/src" "$root/optim/src" -name '*.cpp' | sort)
-((${#files[@]})) || {
-  echo "no sources found" >&2
-  exit 1
-}
+together() { printf '#include "%s"\n' "${@:2}" >"$1"; }
+together "$cache/backend_host.cpp" $(find "$root/backend/src" -name '*.cpp' ! -name 'nccl_*' | sort)
+together "$cache/backend_nccl.cpp" "$root"/backend/src/nccl_*.cpp
+mapfile -t files < <(ls "$cache"/backend_*.cpp &&
+  find "$root/backend/tools" "$root/optim/src" "$root/bindings/src" -name '*.cpp' | sort)
 echo "torch $version: checking ${#files[@]} files"
 if printf '%s\0' "${files[@]}" | xargs -0 -P "${JOBS:-2}" -I{} bash -c 'check "$1"' _ {}; then
   echo "torch $version: all ${#files[@]} files compile"

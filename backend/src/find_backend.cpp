@@ -11,7 +11,9 @@ c10::intrusive_ptr<ProcessGroupDMuon> dmuonBackendOf(const BackendPtr& backend) 
   while (auto* wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(inner.get())) {
     inner = wrapper->getWrappedPg();
   }
-  auto dmuon = c10::dynamic_intrusive_pointer_cast<ProcessGroupDMuon>(inner);
+  // (c10::dynamic_intrusive_pointer_cast leaks what is not of the type.)
+  auto dmuon = c10::intrusive_ptr<ProcessGroupDMuon>::reclaim_copy(
+      dynamic_cast<ProcessGroupDMuon*>(inner.get()));
   TORCH_CHECK(dmuon, "dmuon: group '", inner ? inner->getGroupUid() : "", "' has the backend '",
               inner ? inner->getBackendName() : "none", "', but must have the backend 'dmuon': ",
               "make it with init_process_group(\"dmuon\") or new_group(..., backend=\"dmuon\")");

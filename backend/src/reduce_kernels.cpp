@@ -5,6 +5,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -64,12 +65,58 @@ void store(const float*, c10::Half*, int64_t) {}
 bool hasWide() { return false; }
 #endif
 
+// All blocks at once, in registers: for few blocks that need no conversion. `out` may be one of
+// them, so the compiler is told that the elements do not depend on each other.
+template <int kCount, bool kDivides, typename T>
+[[gnu::always_inline]] inline void sumFew(const void* const* blocks, int64_t numel, T divisor,
+                                          void* out) {
+  const T* block[kCount];
+  for (int k = 0; k < kCount; ++k) block[k] = static_cast<const T*>(blocks[k]);
+  T* const to = static_cast<T*>(out);
+  const T factor = T(1) / divisor;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < numel; ++i) {
+    T total = block[0][i];
+    for (int k = 1; k < kCount; ++k) total += block[k][i];
+    to[i] = kDivides ? total / divisor : total * factor;
+  }
+}
+
+// Whether x / divisor and x * (1 / divisor) have the same bits for every x.
+template <typename T>
+bool isPowerOfTwo(T divisor) {
+  int exponent = 0;
+  return std::frexp(divisor, &exponent) == T(0.5) && std::isnormal(T(1) / divisor);
+}
+
+template <typename T, bool kDivides>
+[[gnu::always_inline]] inline bool sumFewBlocks(const void* const* blocks, int count, int64_t numel,
+                                                T divisor, void* out) {
+  switch (count) {
+    case 2:
+      return sumFew<2, kDivides>(blocks, numel, divisor, out), true;
+    case 3:
+      return sumFew<3, kDivides>(blocks, numel, divisor, out), true;
+    case 4:
+      return sumFew<4, kDivides>(blocks, numel, divisor, out), true;
+    case 8:
+      return sumFew<8, kDivides>(blocks, numel, divisor, out), true;
+    default:
+      return false;
+  }
+}
+
 template <typename T, typename Out, bool kWide>
 [[gnu::always_inline]] inline void sumBody(const void* const* blocks, int count, int64_t numel,
                                            double divisor, void* out) {
   constexpr bool kWideHalf = kWide && std::is_same_v<T, c10::Half>;
   using Acc = Accumulator<T>;
   const Acc div = static_cast<Acc>(divisor);
+  if constexpr (std::is_same_v<T, Acc> && std::is_same_v<Out, T>) {
+    const bool done = isPowerOfTwo(div) ? sumFewBlocks<T, false>(blocks, count, numel, div, out)
+                                        : sumFewBlocks<T, true>(blocks, count, numel, div, out);
+    if (done) return;
+  }
   Acc acc[kChunk];
   for (int64_t begin = 0; begin < numel; begin += kChunk) {
     const int64_t n = std::min(kChunk, numel - begin);

@@ -12,7 +12,7 @@
 namespace dmuon {
 namespace {
 
-constexpr int kSpins = 200;    // polls before the core is given up with each
+constexpr int kSpins = 2;      // polls before the core is given up with each: a peer may need it
 constexpr int kYields = 2000;  // and before the thread sleeps
 constexpr int kLooksPerClock = 64;
 constexpr std::chrono::milliseconds kLongestSleep{100};
@@ -151,11 +151,15 @@ UcxEndpoint& UcxWorker::connect(const UcxContact& contact) {
 }
 
 void UcxWorker::onPeerFailed(void* endpoint, ucp_ep_h, ucs_status_t status) {
-  auto& failed = *static_cast<UcxEndpoint*>(endpoint);
-  UcxWorker& worker = *instance_;
-  failed.failure = std::string("connection lost: ") + worker.text(status);
-  failed.failed = true;
-  worker.something_ended_ = true;
+  instance_->markFailed(*static_cast<UcxEndpoint*>(endpoint), instance_->text(status));
+}
+
+// Under mutex_. Once only: after that, other threads read why.
+void UcxWorker::markFailed(UcxEndpoint& endpoint, const char* why) {
+  if (endpoint.failed) return;
+  endpoint.failure = std::string("connection lost: ") + why;
+  endpoint.failed = true;
+  something_ended_ = true;
 }
 
 void UcxWorker::end(UcxRequest& request, void* handle, ucs_status_t status) {
@@ -342,9 +346,7 @@ void UcxWorker::noticeEndedProcesses() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (UcxEndpoint* endpoint : ended) {
     if (std::erase(local_, endpoint) == 0) continue;  // another thread was faster
-    endpoint->failure = "connection lost: the process has ended";
-    endpoint->failed = true;
-    something_ended_ = true;
+    markFailed(*endpoint, "the process has ended");
   }
 }
 

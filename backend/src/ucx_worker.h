@@ -117,6 +117,7 @@ class UcxWorker {
   static void onReceived(void* handle, ucs_status_t status, const ucp_tag_recv_info_t* info,
                          void* request);
   static void onPeerFailed(void* endpoint, ucp_ep_h ep, ucs_status_t status);
+  void markFailed(UcxEndpoint& endpoint, const char* why);
   static void end(UcxRequest& request, void* handle, ucs_status_t status);
   std::unique_lock<std::mutex> lockWorker();
 

@@ -28,30 +28,55 @@ const std::vector<Coefficients> kPolarExpress = {
     {1.891301407787398, -1.2679958271945868, 0.37680408948524835},
     {1.8750014808534479, -1.2500016453999487, 0.3750001645474248},
     {1.875, -1.25, 0.375}};
-// Without it the steps diverge for a singular value that rounding has put above 1.
-constexpr double kPolarExpressSafety = 1.05;
 constexpr size_t kPolarExpressSafeSteps = 5;
 
-std::vector<Coefficients> youSteps(size_t steps) {
-  if (steps > kYou.size()) {
+// Grishina et al., "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type
+// Polynomials" (2025).
+const std::vector<Coefficients> kCans = {{8.4703, -25.1081, 18.6293},
+                                         {4.1828, -3.1087, 0.5806},
+                                         {3.9619, -2.9541, 0.5630},
+                                         {3.2866, -2.4647, 0.5074},
+                                         {2.2737, -1.6447, 0.4162}};
+
+// DeepSeek's two stages: keller brings every singular value near 1, then this takes it there.
+constexpr size_t kDeepSeekFirstStage = 8;
+constexpr Coefficients kDeepSeekSecond = {2, -1.5, 0.5};
+
+// Steps that are optimal on (0, 1] diverge for a singular value that rounding has put above 1.
+Coefficients withSafety(const Coefficients& step) {
+  constexpr double s = 1.05;
+  return {step.a / s, step.b / (s * s * s), step.c / (s * s * s * s * s)};
+}
+
+std::vector<Coefficients> prefix(const std::string& name, const std::vector<Coefficients>& set,
+                                 size_t steps) {
+  if (steps > set.size()) {
     std::ostringstream out;
-    out << "dmuon: coefficients 'you' define " << kYou.size() << " steps, " << steps
-        << " were asked for; use 'keller' or 'polar_express', or give a list";
+    out << "dmuon: coefficients '" << name << "' define " << set.size() << " steps, " << steps
+        << " were asked for; use 'keller', 'polar_express' or 'deepseek', or give a list";
     throw std::invalid_argument(out.str());
   }
-  return {kYou.begin(), kYou.begin() + static_cast<std::ptrdiff_t>(steps)};
+  return {set.begin(), set.begin() + static_cast<std::ptrdiff_t>(steps)};
 }
 
 std::vector<Coefficients> polarExpressSteps(size_t steps) {
   std::vector<Coefficients> result;
   for (size_t i = 0; i < steps; ++i) {
     Coefficients step = kPolarExpress[std::min(i, kPolarExpress.size() - 1)];
-    if (i < kPolarExpressSafeSteps) {
-      const double s = kPolarExpressSafety;
-      step = {step.a / s, step.b / (s * s * s), step.c / (s * s * s * s * s)};
-    }
-    result.push_back(step);
+    result.push_back(i < kPolarExpressSafeSteps ? withSafety(step) : step);
   }
+  return result;
+}
+
+std::vector<Coefficients> cansSteps(size_t steps) {
+  std::vector<Coefficients> result = prefix("cans", kCans, steps);
+  for (Coefficients& step : result) step = withSafety(step);
+  return result;
+}
+
+std::vector<Coefficients> deepSeekSteps(size_t steps) {
+  std::vector<Coefficients> result(steps, kKeller);
+  for (size_t i = kDeepSeekFirstStage; i < steps; ++i) result[i] = kDeepSeekSecond;
   return result;
 }
 
@@ -80,7 +105,9 @@ const char* complaint(double value) {
 
 }  // namespace
 
-std::vector<std::string> coefficientSetNames() { return {"keller", "you", "polar_express"}; }
+std::vector<std::string> coefficientSetNames() {
+  return {"keller", "you", "polar_express", "cans", "deepseek"};
+}
 
 std::vector<Coefficients> coefficientSet(const std::string& name, int64_t steps) {
   if (steps < 1 || steps > kMaxSteps) {
@@ -89,10 +116,13 @@ std::vector<Coefficients> coefficientSet(const std::string& name, int64_t steps)
   }
   const auto count = static_cast<size_t>(steps);
   if (name == "keller") return std::vector<Coefficients>(count, kKeller);
-  if (name == "you") return youSteps(count);
+  if (name == "you") return prefix(name, kYou, count);
   if (name == "polar_express") return polarExpressSteps(count);
-  throw std::invalid_argument("dmuon: unknown coefficients '" + name +
-                              "', known are 'keller', 'you' and 'polar_express'");
+  if (name == "cans") return cansSteps(count);
+  if (name == "deepseek") return deepSeekSteps(count);
+  std::string known;
+  for (const std::string& one : coefficientSetNames()) known += " '" + one + "'";
+  throw std::invalid_argument("dmuon: unknown coefficients '" + name + "', known are" + known);
 }
 
 void validateCoefficients(const std::vector<Coefficients>& steps) {

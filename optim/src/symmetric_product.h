@@ -1,8 +1,8 @@
-// Products of matrices that are known to be symmetric, at about half the work.
+// Products of matrices that are known to be symmetric, at little more than half the work.
 //
-// On the CPU the result is cut in blocks, one on the diagonal and one below it per halving, each of
-// which is one product of the BLAS; what lies above the diagonal is copied. Elsewhere it is a full
-// product, unless a kernel has been set (setSymmetricProduct in newton_schulz.h).
+// On the CPU the result is computed in strips of rows, each up to the diagonal by one product of
+// the BLAS, and what lies above is copied. Elsewhere, and in half precision, it is a full product,
+// unless a kernel has been set (setSymmetricProduct in newton_schulz.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ void symmetricProduct(at::Tensor& out, double beta, const at::Tensor& c, double 
                       const at::Tensor& a, const at::Tensor& b);
 
 // The same without a kernel of somebody else's.
-void blockedSymmetricProduct(at::Tensor& out, double beta, const at::Tensor& c, double alpha,
+void builtInSymmetricProduct(at::Tensor& out, double beta, const at::Tensor& c, double alpha,
                              const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace dmuon::optim

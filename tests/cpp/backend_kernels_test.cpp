@@ -47,7 +47,7 @@ TYPED_TEST(SumBlocks, addsInBlockOrderAndRoundsOnce) {
   std::mt19937 random(1);
   std::normal_distribution<double> normal;
   for (int64_t numel : {0, 1, 7, 1023, 1024, 1025, 5000}) {
-    for (int count : {1, 2, 5}) {
+    for (int count : {1, 2, 3, 4, 5, 8}) {
       std::vector<std::vector<T>> blocks(count, std::vector<T>(numel));
       for (auto& block : blocks) {
         for (T& x : block) x = static_cast<T>(static_cast<float>(normal(random) * 100));
@@ -57,15 +57,18 @@ TYPED_TEST(SumBlocks, addsInBlockOrderAndRoundsOnce) {
       std::vector<T> rounded(numel);
       std::vector<Acc> wide(numel);
       const auto type = TypeOf<T>::value;
-      sumBlocks(type, pointers.data(), count, numel, 3.0, type, rounded.data());
-      sumBlocks(type, pointers.data(), count, numel, 3.0, accumulationType(type), wide.data());
-      for (int64_t i = 0; i < numel; ++i) {
-        Acc sum = static_cast<Acc>(blocks[0][i]);
-        for (int k = 1; k < count; ++k) sum += static_cast<Acc>(blocks[k][i]);
-        sum /= Acc(3);
-        ASSERT_EQ(wide[i], sum) << numel << " elements, " << count << " blocks, at " << i;
-        ASSERT_EQ(static_cast<double>(rounded[i]), static_cast<double>(static_cast<T>(sum)))
-            << numel << " elements, " << count << " blocks, at " << i;
+      for (double divisor : {1.0, 3.0, 4.0}) {
+        sumBlocks(type, pointers.data(), count, numel, divisor, type, rounded.data());
+        sumBlocks(type, pointers.data(), count, numel, divisor, accumulationType(type),
+                  wide.data());
+        for (int64_t i = 0; i < numel; ++i) {
+          Acc sum = static_cast<Acc>(blocks[0][i]);
+          for (int k = 1; k < count; ++k) sum += static_cast<Acc>(blocks[k][i]);
+          sum /= static_cast<Acc>(divisor);
+          ASSERT_EQ(wide[i], sum) << numel << " elements, " << count << " blocks, at " << i;
+          ASSERT_EQ(static_cast<double>(rounded[i]), static_cast<double>(static_cast<T>(sum)))
+              << numel << " elements, " << count << " blocks, at " << i;
+        }
       }
     }
   }
@@ -87,22 +90,29 @@ TYPED_TEST(SumBlocks, bothLoopsGiveTheSameBits) {
   }
   const void* pointers[] = {blocks[0].data(), blocks[1].data(), blocks[2].data()};
   const auto type = TypeOf<T>::value;
-  const auto compare = [&](auto zero, c10::ScalarType out_type, int count) {
+  const auto compare = [&](auto zero, c10::ScalarType out_type, int count, double divisor) {
     using Out = decltype(zero);
     std::vector<Out> narrow(kNumel), wide(kNumel);
-    sumBlocks(type, pointers, count, kNumel, 3.0, out_type, narrow.data(), false);
-    sumBlocks(type, pointers, count, kNumel, 3.0, out_type, wide.data(), true);
+    sumBlocks(type, pointers, count, kNumel, divisor, out_type, narrow.data(), false);
+    sumBlocks(type, pointers, count, kNumel, divisor, out_type, wide.data(), true);
     for (int64_t i = 0; i < kNumel; ++i) {
-      if (std::isnan(static_cast<double>(narrow[i])) && std::isnan(static_cast<double>(wide[i]))) {
-        continue;
+      Acc sum = static_cast<Acc>(blocks[0][i]);
+      for (int k = 1; k < count; ++k) sum += static_cast<Acc>(blocks[k][i]);
+      const Out expected = static_cast<Out>(sum / static_cast<Acc>(divisor));
+      for (const Out value : {narrow[i], wide[i]}) {
+        if (std::isnan(static_cast<double>(expected)) && std::isnan(static_cast<double>(value))) {
+          continue;
+        }
+        ASSERT_EQ(std::memcmp(&value, &expected, sizeof(Out)), 0)
+            << i << ": " << static_cast<double>(value) << " " << static_cast<double>(expected);
       }
-      ASSERT_EQ(std::memcmp(&narrow[i], &wide[i], sizeof(Out)), 0)
-          << i << ": " << static_cast<double>(narrow[i]) << " " << static_cast<double>(wide[i]);
     }
   };
-  for (int count : {1, 3}) {
-    compare(T{}, type, count);
-    compare(Acc{}, accumulationType(type), count);
+  for (int count : {1, 2, 3}) {
+    for (double divisor : {3.0, 8.0, 0x1p-120}) {
+      compare(T{}, type, count, divisor);
+      compare(Acc{}, accumulationType(type), count, divisor);
+    }
   }
 }
 

@@ -48,12 +48,18 @@ TEST(Coefficients, MapSingularValuesIntoTheirKnownBands) {
   const Band polar = bandOf(coefficientSet("polar_express", 5));
   EXPECT_NEAR(polar.low, 0.846, 1e-3);
   EXPECT_NEAR(polar.high, 1.124, 1e-3);
+  const Band deepseek = bandOf(coefficientSet("deepseek", 10));
+  EXPECT_NEAR(deepseek.low, 1.000, 1e-3);
+  EXPECT_NEAR(deepseek.high, 1.001, 1e-3);
 }
 
 TEST(Coefficients, HaveTheirKnownSlopesAtZero) {
   EXPECT_NEAR(slopeAtZero(coefficientSet("keller", 5)), 485, 1);
   EXPECT_NEAR(slopeAtZero(coefficientSet("you", 5)), 493, 1);
   EXPECT_NEAR(slopeAtZero(coefficientSet("polar_express", 5)), 804, 1);
+  // Of the five steps without their safety factor 1049.
+  EXPECT_NEAR(slopeAtZero(coefficientSet("cans", 5)) * std::pow(1.05, 5), 1049, 1);
+  EXPECT_NEAR(slopeAtZero(coefficientSet("deepseek", 10)) / 1000, 79, 1);
 }
 
 TEST(Coefficients, ComposedKellerMapHasItsClosedFormValues) {
@@ -77,8 +83,10 @@ TEST(Coefficients, EveryBuiltInSetOfEveryLengthIsValid) {
   for (int64_t steps = 1; steps <= kMaxSteps; ++steps) {
     EXPECT_NO_THROW(validateCoefficients(coefficientSet("keller", steps))) << steps;
     EXPECT_NO_THROW(validateCoefficients(coefficientSet("polar_express", steps))) << steps;
-    if (steps <= 5) {
-      EXPECT_NO_THROW(validateCoefficients(coefficientSet("you", steps))) << steps;
+    EXPECT_NO_THROW(validateCoefficients(coefficientSet("deepseek", steps))) << steps;
+    for (const char* name : {"you", "cans"}) {
+      if (steps > 5) continue;
+      EXPECT_NO_THROW(validateCoefficients(coefficientSet(name, steps))) << name << steps;
     }
   }
 }
@@ -93,6 +101,7 @@ TEST(Coefficients, RefuseWhatCannotBeMeantWithTheValues) {
     return std::string();
   };
   expectContains(message("you", 7), "'you' define 5 steps, 7 were asked for");
+  expectContains(message("cans", 6), "'cans' define 5 steps, 6 were asked for");
   expectContains(message("keller", 0), "not 0");
   expectContains(message("keller", kMaxSteps + 1), "not 101");
   expectContains(message("kelvin", 5), "unknown coefficients 'kelvin'");

@@ -29,26 +29,36 @@ class NewtonSchulz : public ::testing::Test {
   }
 };
 
+// As many steps as the set is meant for.
+int64_t stepsOf(const std::string& name) { return name == "deepseek" ? 10 : 5; }
+
 // What fp32 can hold depends on the spectrum: rounding of R = X X^T disturbs small eigenvalues, by
-// more the longer a segment without a restart is, and empty directions amplify it by the map's
-// slope at zero (485 to 804). "fast" is the one with the longer segments.
+// more the longer a segment without a restart is, and empty directions amplify what rounding puts
+// there by the map's slope at zero (485 for keller, 79 000 for deepseek's ten steps). The gates
+// hold for a slope of 500 and grow with it. "fast" is the mode with the longer segments.
 struct Spectrum {
   std::string name;
   double fast_gate, gate;
   at::Tensor values;
 };
 
+double amplification(const std::string& coefficients) {
+  const double slope =
+      composedMap(coefficientSet(coefficients, stepsOf(coefficients)), 1e-12) / 1e-12;
+  return std::max(1.0, slope / 500);
+}
+
 std::vector<Spectrum> spectra(int64_t s) {
   const at::Tensor linear = at::linspace(1.0 / static_cast<double>(s), 1, s, kWide);
   const auto logarithmic = [&](double low) { return at::logspace(low, 0, s, 10, kWide); };
   const at::Tensor index = at::arange(s, kWide);
   return {{"flat", 1e-5, 1e-5, linear + 0.2},
-          {"linear", 2e-4, 1e-5, linear},
-          {"log 1e-3", 2e-4, 2e-5, logarithmic(-3)},
-          {"log 1e-6", 1e-3, 5e-5, logarithmic(-6)},
-          {"log 1e-9", 1e-3, 5e-5, logarithmic(-9)},
+          {"linear", 1e-4, 1e-5, linear},
+          {"log 1e-3", 1.5e-4, 2e-5, logarithmic(-3)},
+          {"log 1e-6", 2e-4, 5e-5, logarithmic(-6)},
+          {"log 1e-9", 2e-4, 5e-5, logarithmic(-9)},
           {"half zeros", 1e-3, 5e-5, linear * (index >= s / 2).to(at::kDouble)},
-          {"rank 2 and a tiny tail", 1e-3, 1e-4, at::where(index < 2, 1.0, 1e-7)}};
+          {"rank 2 and a tiny tail", 3e-4, 1e-4, at::where(index < 2, 1.0, 1e-7)}};
 }
 
 // Both orientations, primes, vectors, and l / s on both sides of 1.5.
@@ -63,22 +73,34 @@ at::Tensor normalized(void (*normalize)(const at::Tensor&, at::Tensor&), const a
   return out;
 }
 
-TEST_F(NewtonSchulz, EqualsThePolynomialOfTheSingularValues) {
-  for (const auto& [m, n] : kSizes) {
-    for (const Spectrum& spectrum : spectra(std::min(m, n))) {
-      const at::Tensor a = matrixWithSpectrum(m, n, spectrum.values).to(at::kFloat);
-      for (const std::string& name : coefficientSetNames()) {
-        const at::Tensor reference = referenceOrthogonal(a, coefficientSet(name, 5));
-        for (const std::string& mode : kModes) {
-          const at::Tensor x = newtonSchulz(a, makeNewtonSchulzConfig(name, 5, mode));
-          EXPECT_LE(relativeError(x, reference),
-                    mode == "fast" ? spectrum.fast_gate : spectrum.gate)
-              << m << "x" << n << " " << spectrum.name << " " << name << " " << mode;
-          EXPECT_EQ(x.scalar_type(), at::kFloat);
-          EXPECT_TRUE(x.is_contiguous());
-        }
+// Every set, mode and spectrum for one size.
+void expectPolynomialOfTheSingularValues(int64_t m, int64_t n) {
+  for (const Spectrum& spectrum : spectra(std::min(m, n))) {
+    const at::Tensor a = matrixWithSpectrum(m, n, spectrum.values).to(at::kFloat);
+    const testing::Decomposition decomposition(a);
+    for (const std::string& name : coefficientSetNames()) {
+      const int64_t steps = stepsOf(name);
+      const at::Tensor reference = decomposition.orthogonal(coefficientSet(name, steps));
+      const double factor = spectrum.name == "flat" ? 1 : amplification(name);
+      for (const std::string& mode : kModes) {
+        const at::Tensor x = newtonSchulz(a, makeNewtonSchulzConfig(name, steps, mode));
+        const double error = relativeError(x, reference);
+        EXPECT_LE(error, factor * (mode == "fast" ? spectrum.fast_gate : spectrum.gate))
+            << m << "x" << n << " " << spectrum.name << " " << name << " " << mode;
+        EXPECT_EQ(x.scalar_type(), at::kFloat);
+        EXPECT_TRUE(x.is_contiguous());
       }
     }
+  }
+}
+
+TEST_F(NewtonSchulz, EqualsThePolynomialOfTheSingularValues) {
+  for (const auto& [m, n] : kSizes) expectPolynomialOfTheSingularValues(m, n);
+}
+
+TEST_F(NewtonSchulz, EqualsThePolynomialForLargeMatricesToo) {
+  for (const auto& [m, n] : {std::pair<int64_t, int64_t>{257, 521}, {1024, 256}}) {
+    expectPolynomialOfTheSingularValues(m, n);
   }
 }
 
@@ -108,7 +130,7 @@ TEST_F(NewtonSchulz, HandlesRankOneWithTwoLevelVectorsAndASingleNonZeroRow) {
       const at::Tensor reference = referenceOrthogonal(a, coefficientSet(name, 5));
       for (const std::string& mode : kModes) {
         EXPECT_LE(relativeError(newtonSchulz(a, makeNewtonSchulzConfig(name, 5, mode)), reference),
-                  1e-4)
+                  1e-4 * amplification(name))
             << a.sizes() << " " << name << " " << mode;
       }
     }
@@ -159,7 +181,7 @@ TEST_F(NewtonSchulz, DirectAndGramFormsAgree) {
         config.form = NewtonSchulzForm::kDirect;
         const at::Tensor direct = newtonSchulz(a, config);
         config.form = NewtonSchulzForm::kGram;
-        EXPECT_LE(relativeError(newtonSchulz(a, config), direct), mode == "fast" ? 1e-4 : 2e-5)
+        EXPECT_LE(relativeError(newtonSchulz(a, config), direct), mode == "fast" ? 5e-5 : 1e-5)
             << m << "x" << n << " " << name << " " << mode;
       }
     }
@@ -313,34 +335,35 @@ TEST_F(NewtonSchulz, AKernelForSymmetricProductsTakesTheirPlace) {
   });
   const at::Tensor x = newtonSchulz(a, config);
   setSymmetricProduct(at::kCPU, {});
-  // Two segments of 2 and 3 steps: 2 R, 5 Z, 3 Q, 3 pairs of T and R.
+  // Two segments of 2 and 3 steps: 2 R, 5 P, 3 Q, 3 pairs of T and R.
   EXPECT_EQ(calls, 2 + 5 + 3 + 6);
   EXPECT_LE(relativeError(x, expected), 1e-5);
   newtonSchulz(a, config);
   EXPECT_EQ(calls, 16);
 }
 
-TEST(SymmetricProduct, IsTheProductWithItsUpperBlocksCopied) {
-  for (const int64_t s : {1, 5, 191, 192, 223, 400, 768, 1000}) {
+TEST(SymmetricProduct, IsTheProductWithItsUpperPartCopied) {
+  for (const int64_t s : {1, 5, 127, 128, 223, 400, 768, 1025}) {
     for (const int64_t k : {s, 2 * s + 3}) {
       const at::Tensor x = at::randn({s, k}) / std::sqrt(static_cast<double>(k));
       const at::Tensor c = at::randn({s, s}), symmetric = c + c.t();
       at::Tensor out = at::full({s, s}, NAN);
-      blockedSymmetricProduct(out, 0.5, symmetric, -2, x, x.t());
+      builtInSymmetricProduct(out, 0.5, symmetric, -2, x, x.t());
       const at::Tensor wide = x.to(at::kDouble);
       const at::Tensor expected = 0.5 * symmetric.to(at::kDouble) - 2 * wide.matmul(wide.t());
       EXPECT_LE(relativeError(out, expected), 1e-6) << s << " " << k;
-      if (s >= 192) {  // cut in blocks at about the half
-        EXPECT_TRUE(out.narrow(0, 0, s / 3)
-                        .narrow(1, s - s / 3, s / 3)
-                        .equal(out.t().narrow(0, 0, s / 3).narrow(1, s - s / 3, s / 3)));
+      if (s >= 256) {  // strips, of a few rows each
+        const int64_t most = s / 4;
+        EXPECT_TRUE(out.narrow(0, 0, most)
+                        .narrow(1, s - most, most)
+                        .equal(out.t().narrow(0, 0, most).narrow(1, s - most, most)));
       }
       out.fill_(NAN);
-      blockedSymmetricProduct(out, 0, out, 1, x, x.t());  // c isn't read
+      builtInSymmetricProduct(out, 0, out, 1, x, x.t());  // c isn't read
       EXPECT_LE(relativeError(out, wide.matmul(wide.t())), 1e-6) << s << " " << k;
       // Of a transposed operand: a tall matrix's Gram matrix.
       const at::Tensor tall = x.t().contiguous();
-      blockedSymmetricProduct(out, 0, out, 1, tall.t(), tall);
+      builtInSymmetricProduct(out, 0, out, 1, tall.t(), tall);
       EXPECT_LE(relativeError(out, wide.matmul(wide.t())), 1e-6) << s << " " << k;
     }
   }
@@ -359,10 +382,14 @@ TEST_F(NewtonSchulz, FlopsFollowTheTable) {
   EXPECT_EQ(newtonSchulzFlops(100, 150, fast), 20 * 1e4 * 150 + 10 * 1e6);
   EXPECT_EQ(newtonSchulzFlops(100, 100, fast), 30 * 1e6);
   EXPECT_LT(newtonSchulzFlops(100, 151, fast), 20 * 1e4 * 151 + 10 * 1e6);
-  // Symmetric products cost 5/8 at s = 1024.
+  // Symmetric products of 1024 rows go by strips of 192, and of 128 where the inner dimension is
+  // long: 5 strips and 64 rows, 8 strips.
   const double u = 1024;
-  EXPECT_EQ(newtonSchulzFlops(1024, 4096, fast), u * u * u * (4 * (4 + 4 * 0.625) + 28 * 0.625));
-  EXPECT_EQ(newtonSchulzFlops(1024, 4096, exact), u * u * u * (4 * (10 + 10 * 0.625) + 10 * 0.625));
+  const double square = (192.0 * 192 * (1 + 2 + 3 + 4 + 5) + 64 * u) / (u * u), gram = 9.0 / 16;
+  EXPECT_DOUBLE_EQ(newtonSchulzFlops(1024, 4096, fast),
+                   u * u * u * (4 * (4 + 4 * gram) + 28 * square));
+  EXPECT_DOUBLE_EQ(newtonSchulzFlops(1024, 4096, exact),
+                   u * u * u * (4 * (10 + 10 * gram) + 10 * square));
 }
 
 std::string messageOf(const std::function<void()>& call) {
@@ -401,7 +428,7 @@ TEST_F(NewtonSchulz, RefusesRestartsTooFarApartForThePrecision) {
   EXPECT_NO_THROW(
       checkNewtonSchulzConfig(makeNewtonSchulzConfig("you", 5, "accurate"), at::kBFloat16));
   for (const std::string& name : coefficientSetNames()) {
-    for (int64_t steps = 1; steps <= (name == "you" ? 5 : 30); ++steps) {
+    for (int64_t steps = 1; steps <= (name == "you" || name == "cans" ? 5 : 30); ++steps) {
       EXPECT_NO_THROW(
           checkNewtonSchulzConfig(makeNewtonSchulzConfig(name, steps, "fast"), at::kHalf))
           << name << steps;

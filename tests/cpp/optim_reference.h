@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <dmuon/optim/coefficients.h>
@@ -13,14 +14,26 @@
 
 namespace dmuon::optim::testing {
 
-// U p(S / |A|_F) V^T with the composed map p.
+// A / |A|_F = U S V^T.
+struct Decomposition {
+  at::Tensor u, s, vh;
+
+  explicit Decomposition(const at::Tensor& a) {
+    const at::Tensor wide = a.to(at::kDouble);
+    const double norm = wide.square().sum().sqrt().item<double>();
+    std::tie(u, s, vh) = at::linalg_svd(norm > 0 ? wide / norm : wide, /*full_matrices=*/false);
+  }
+
+  // U p(S) V^T with the composed map p.
+  at::Tensor orthogonal(const std::vector<Coefficients>& steps) const {
+    const at::Tensor mapped = s.clone();
+    for (int64_t i = 0; i < s.numel(); ++i) mapped[i] = composedMap(steps, s[i].item<double>());
+    return u.matmul(mapped.unsqueeze(1) * vh);
+  }
+};
+
 inline at::Tensor referenceOrthogonal(const at::Tensor& a, const std::vector<Coefficients>& steps) {
-  const at::Tensor wide = a.to(at::kDouble);
-  const double norm = wide.square().sum().sqrt().item<double>();
-  if (norm == 0) return at::zeros_like(wide);
-  auto [u, s, vh] = at::linalg_svd(wide / norm, /*full_matrices=*/false);
-  for (int64_t i = 0; i < s.numel(); ++i) s[i] = composedMap(steps, s[i].item<double>());
-  return u.matmul(s.unsqueeze(1) * vh);
+  return Decomposition(a).orthogonal(steps);
 }
 
 inline double relativeError(const at::Tensor& value, const at::Tensor& reference) {

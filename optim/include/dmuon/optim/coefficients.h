@@ -18,6 +18,8 @@ struct Coefficients {
 //   "you"            five steps; more than five is an error
 //   "polar_express"  eight steps, then (15/8, -10/8, 3/8) for ever; on the first five a safety
 //                    factor s = 1.05: (a/s, b/s^3, c/s^5)
+//   "cans"           five steps, with the same safety factor; more than five is an error
+//   "deepseek"       "keller" for eight steps, then (2, -3/2, 1/2) for ever: ten steps are usual
 // Fewer steps are the first ones of a set. Throws std::invalid_argument with the values for an
 // unknown name, steps outside [1, kMaxSteps], or more steps than the set defines.
 inline constexpr int64_t kMaxSteps = 100;

@@ -8,8 +8,8 @@
 //            end                                           8 s^2 l + 28 s^3 with one restart, T = 5
 // The direct form is the Gram form with a restart before every step, so one engine does both; the
 // cheaper one by FLOPs is taken per shape. All s x s results are symmetric (they are polynomials of
-// one R), and so is X X^T: on the CPU they cost 3/4 of a full product from s = 192 on, 5/8 from 768
-// on, 9/16 from 2048 on. Free of torch.distributed; thread-safe.
+// one R), and so is X X^T: in fp32 and fp64 on the CPU they cost 9/16 to 3/4 of a full product from
+// s = 128 on. Free of torch.distributed; thread-safe.
 //
 // After: Jordan et al., "Muon" (2024) for the iteration; Su et al. / Dao's Gram Newton-Schulz for
 // the Gram form; Amsel et al., "The Polar Express" (2025) and Y. You for the coefficients.
@@ -39,7 +39,7 @@ struct NewtonSchulzConfig {
   std::optional<at::ScalarType> dtype;
 };
 
-// coefficients: "keller", "you" or "polar_express" (see coefficients.h); steps: as many as asked.
+// coefficients: "keller", "you", ... (see coefficients.h); steps: as many as asked.
 // mode: "fast"      Gram, a restart before step 2 and then every third ({2} for T = 5)
 //       "accurate"  Gram, a restart before step 1 and then every second ({1, 3} for T = 5)
 //       "exact"     direct form in fp32 (fp64 for fp64 input)
