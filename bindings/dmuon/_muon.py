@@ -58,7 +58,8 @@ class Muon(torch.optim.Optimizer):
         nesterov: look ahead by the momentum.
         weight_decay: decoupled; times the unadjusted ``lr``.
         ns_steps: steps of the orthogonalization.
-        ns_coefficients: "keller", "you", "polar_express", or a list of (a, b, c), one per step.
+        ns_coefficients: "keller", "you", "polar_express", "cans", "deepseek" (for ten steps), or a
+            list of (a, b, c), one per step.
         ns_mode: "fast", "accurate", "exact", or a list of restarts; see ``dmuon.newton_schulz``.
         ns_dtype: dtype of the iteration; None: fp32 on CPU, fp16 on CUDA.
         adjust_lr_fn: "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)),

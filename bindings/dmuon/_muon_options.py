@@ -26,14 +26,17 @@ def make_config(
                 f"dmuon: ns_steps is {steps}, but {len(coefficients)} coefficient triples "
                 "were given"
             )
-        named = {"fast": [2], "accurate": [1, 3], "exact": list(range(1, int(steps)))}
+        count = int(steps)
+        named = {
+            "fast": range(2, count, 3),
+            "accurate": range(1, count, 2),
+            "exact": range(1, count),
+        }
         if isinstance(mode, str) and mode not in named:
             raise ValueError(
                 f"dmuon: ns_mode must be one of {list(named)} or restarts, got {mode!r}"
             )
-        restarts = named[mode] if isinstance(mode, str) else list(mode)
-        if isinstance(mode, str):
-            restarts = [r for r in restarts if r < steps]
+        restarts = list(named[mode] if isinstance(mode, str) else mode)
         config = _C.NewtonSchulzConfig(list(coefficients), restarts)
     if dtype is not None:
         config.dtype = dtype
