@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import _C
-from ._muon import make_config
+from ._muon_options import make_config
 
 
 def newton_schulz(

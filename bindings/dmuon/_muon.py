@@ -15,11 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from . import _C
 from ._blocks import check_used, resolve_group
 from ._muon_groups import check_gradient, check_parameter, split_model
-from ._muon_state import (
+from ._muon_options import (
     MOMENTUM_DTYPES,
     NS_DTYPES,
+    adamw_options,
     dtype_name,
-    dtype_of,
+    muon_hyper,
+    state_options,
+)
+from ._muon_state import (
     fit_muon_state,
     init_adamw_state,
     local_gradient,
@@ -54,8 +58,8 @@ class Muon(torch.optim.Optimizer):
         nesterov: look ahead by the momentum.
         weight_decay: decoupled; times the unadjusted ``lr``.
         ns_steps: steps of the orthogonalization.
-        ns_coefficients: "keller", "you", "polar_express", "cans", "deepseek", or a list of
-            (a, b, c), one per step.
+        ns_coefficients: "keller", "you", "polar_express", "cans", "deepseek" (for ten steps), or a
+            list of (a, b, c), one per step.
         ns_mode: "fast", "accurate", "exact", or a list of restarts; see ``dmuon.newton_schulz``.
         ns_dtype: dtype of the iteration; None: fp32 on CPU, fp16 on CUDA.
         adjust_lr_fn: "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)),
@@ -196,9 +200,9 @@ class Muon(torch.optim.Optimizer):
         """Checks a group's options and brings them into the form that steps read."""
         if group["algorithm"] == "adamw":
             none: list[torch.Tensor] = []
-            _C.adamw_update(none, none, none, none, none, **_adamw_options(group))
+            _C.adamw_update(none, none, none, none, none, **adamw_options(group))
             return
-        self._hyper(group)
+        muon_hyper(group, self._configs)
         for key, allowed in (("momentum_dtype", MOMENTUM_DTYPES), ("ns_dtype", NS_DTYPES)):
             group[key] = dtype_name(group[key], key, allowed)
         params = group["params"]
@@ -220,11 +224,11 @@ class Muon(torch.optim.Optimizer):
             fit_muon_state(self.state[p], p, group, _blocks(group, i))
             if fresh and "master" in self.state[p]:
                 self._master_versions[id(p)] = local_part(p)._version
-        self._fitted[id(group)] = _state_options(group)
+        self._fitted[id(group)] = state_options(group)
 
     def _follow_options(self, group: dict[str, Any]) -> None:
         """Fits the state to options that were changed since the last step."""
-        if self._fitted.get(id(group)) != _state_options(group):
+        if self._fitted.get(id(group)) != state_options(group):
             self._settle(group)
             self._fit_state(group)
 
@@ -266,30 +270,6 @@ class Muon(torch.optim.Optimizer):
             runtime.publish(updated, wait=not self.replicate_async)
         return loss
 
-    def _hyper(self, group: dict[str, Any]) -> _C.MuonHyper:
-        coefficients, mode = group["ns_coefficients"], group["ns_mode"]
-        if not isinstance(coefficients, str):
-            if len(coefficients) == 3 and isinstance(coefficients[0], (int, float)):
-                coefficients = [coefficients] * int(group["ns_steps"])  # torch.optim.Muon's form
-            coefficients = tuple(tuple(float(x) for x in step) for step in coefficients)
-        if not isinstance(mode, str):
-            mode = tuple(int(i) for i in mode)
-        key = (coefficients, group["ns_steps"], mode, dtype_of(group["ns_dtype"], "ns_dtype"))
-        if key not in self._configs:
-            self._configs[key] = make_config(*key)
-        return _C.MuonHyper(
-            float(group["lr"]),
-            float(group["momentum"]),
-            bool(group["nesterov"]),
-            float(group["weight_decay"]),
-            group["adjust_lr_fn"] or "original",
-            self._configs[key],
-            group["variant"],
-            float(group["beta2"]),
-            bool(group["cautious"]),
-            _seed(group["seed"]),
-        )
-
     def _step_muon(self, group: dict[str, Any], first: int, updated: set[int]) -> None:
         """``first``: the index of the group's first parameter in the optimizer."""
         rounded = group["momentum_dtype"] == "bfloat16"
@@ -322,7 +302,7 @@ class Muon(torch.optim.Optimizer):
                 stacked = p.shape[0] if p.ndim == 3 else 1
                 runtime.orthogonalized += stacked * (len(blocks[-1][1]) if blocks[-1] else 1)
         _C.muon_update(
-            weights, gradients, momenta, self._hyper(group),
+            weights, gradients, momenta, muon_hyper(group, self._configs),
             second_moments=moments, blocks=blocks, streams=streams, workspace=self._workspace,
         )  # fmt: skip
         for p, local, master in halves:
@@ -348,7 +328,7 @@ class Muon(torch.optim.Optimizer):
             [local_part(s["exp_avg"]) for s in states],
             [local_part(s["exp_avg_sq"]) for s in states],
             [s["step"] for s in states],
-            **_adamw_options(group),
+            **adamw_options(group),
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -457,60 +437,11 @@ class Muon(torch.optim.Optimizer):
                 self._master_versions[id(p)] = local_part(p)._version
 
 
-def make_config(
-    coefficients: Any, steps: int, mode: Any, dtype: torch.dtype | None
-) -> _C.NewtonSchulzConfig:
-    """The engine's configuration from the options of ``Muon`` and ``newton_schulz``."""
-    if isinstance(coefficients, str) and isinstance(mode, str):
-        config = _C.NewtonSchulzConfig(coefficients, int(steps), mode)
-    else:
-        if isinstance(coefficients, str):
-            coefficients = _C.NewtonSchulzConfig(coefficients, int(steps), "exact").steps
-        elif len(coefficients) != steps:
-            raise ValueError(
-                f"dmuon: ns_steps is {steps}, but {len(coefficients)} coefficient triples "
-                "were given"
-            )
-        named = {"fast": [2], "accurate": [1, 3], "exact": list(range(1, int(steps)))}
-        if isinstance(mode, str) and mode not in named:
-            raise ValueError(
-                f"dmuon: ns_mode must be one of {list(named)} or restarts, got {mode!r}"
-            )
-        restarts = named[mode] if isinstance(mode, str) else list(mode)
-        if isinstance(mode, str):
-            restarts = [r for r in restarts if r < steps]
-        config = _C.NewtonSchulzConfig(list(coefficients), restarts)
-    if dtype is not None:
-        config.dtype = dtype
-    return config
-
-
 def _runtimes_behind(params: Iterable[torch.Tensor]) -> Iterator[Runtime]:
     for p in params:
         if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None:
             yield runtime
 
 
-def _adamw_options(group: dict[str, Any]) -> dict[str, float]:
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": float(group["lr"]),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-    }
-
-
-def _state_options(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(key) for key in ("variant", "momentum_dtype", "blocks"))
-
-
 def _blocks(group: dict[str, Any], index: int) -> Any:
     return None if group["blocks"] is None else group["blocks"][index]
-
-
-def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ValueError(f"dmuon: Muon: seed must be an integer in [0, 2**64), got {seed!r}")
-    return seed

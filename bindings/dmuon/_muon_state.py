@@ -8,12 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _C
+from ._muon_options import dtype_of
 from ._owned_tensor import OwnedTensor
 from ._runtime import own_gradient
 
 HALF = (torch.float16, torch.bfloat16)
-MOMENTUM_DTYPES = (None, torch.float32, torch.bfloat16)
-NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,28 +34,6 @@ def like(p: torch.Tensor, local: torch.Tensor, shape: Any = None) -> torch.Tenso
     if shape is None:
         return p.like(local)
     return OwnedTensor.build(local, p._view, p._owner, shape)
-
-
-def dtype_of(value: Any, option: str) -> torch.dtype | None:
-    """A dtype from itself or its name; None stays None.
-
-    Groups hold names: torch's distributed checkpoints take numbers and strings only.
-
-    Raises:
-        ValueError: no dtype's name, with the option's.
-    """
-    dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    if value is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dmuon: Muon: {option} must be a torch.dtype or None, got {value!r}")
-    return dtype
-
-
-def dtype_name(value: Any, option: str, allowed: tuple[torch.dtype | None, ...]) -> str | None:
-    """The form in which a group holds a dtype; ValueError if it is none of the allowed ones."""
-    dtype = dtype_of(value, option)
-    if dtype not in allowed:
-        raise ValueError(f"dmuon: Muon: {option} must be one of {list(allowed)}, got {value!r}")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def fit_muon_state(

@@ -29,6 +29,12 @@ GROUPS = [
     ({"ns_steps": 3}, {"steps": YOU[:3]}),
     ({"ns_coefficients": "keller"}, {"steps": KELLER}),
     ({"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_mode": "exact"}, {"steps": KELLER}),
+    ({"ns_coefficients": KELLER[0], "ns_steps": 9}, {"steps": KELLER[:1] * 9}),  # as in torch
+    ({"ns_coefficients": KELLER[:1] * 8, "ns_steps": 8}, {"steps": KELLER[:1] * 8}),
+    (
+        {"ns_coefficients": KELLER[0], "ns_steps": 12, "ns_mode": "accurate"},
+        {"steps": KELLER[:1] * 12},
+    ),
     ({"ns_mode": "accurate"}, {}),
     ({"ns_mode": [1, 2]}, {}),
     ({"adjust_lr_fn": "match_rms_adamw"}, {"adjust": "match_rms_adamw"}),
