@@ -6,10 +6,14 @@ The naive Muon is what sharded data parallelism asks for without owners: FSDP2, 
 every rank gathers every matrix and orthogonalizes it. It uses the same engine
 (dmuon.newton_schulz), so only the distribution differs.
 
-The variants' steps alternate, so that noise hits all alike. Every second step has a barrier before
-the optimizer, so that the optimizer's phase can be told apart; the whole step is timed on the
-others. A time is the slowest rank's, the table shows medians. CPU seconds are summed over ranks: on
-a machine with fewer cores than ranks they say more than the clock.
+The variants alternate, each with a few steps on end, so that noise hits all alike and what a step
+leaves to the next is in its own time: the last one's updates are waited for. Every second time is a
+single step with a barrier before the optimizer, so that the optimizer's phase can be told apart. A
+time is the slowest rank's, the table shows medians. CPU seconds are summed over ranks: on a machine
+with fewer cores than ranks they say more than the clock.
+
+"dmuon sync" is dmuon with prefetch=0 and replicate_async=False: nothing hidden. For both, the
+seconds that a rank has waited for weights and updates are printed, per step, averaged over ranks.
 
 "bound" is what dmuon could reach at best: the AdamW step plus the Newton-Schulz of the matrices
 that a rank owns, timed alone with all ranks at work.
@@ -40,6 +44,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
 
+BURST = 3  # steps on end
+VARIANTS = ("adamw", "dmuon", "dmuon sync", "naive")
+
 
 class NaiveMuon(torch.optim.Optimizer):
     """Muon on FSDP2 shards: momentum there, then all-gather, orthogonalize, keep the shard."""
@@ -68,16 +75,22 @@ class Variant:
         self.name = name
         torch.manual_seed(0)
         self.model = Llama(config)
-        if name == "dmuon":
-            dmuon.dedicate_params(self.model, mesh, predicate=is_projection)
+        self.dedicated = name.startswith("dmuon")
+        hides = name != "dmuon sync"
+        if self.dedicated:
+            dmuon.dedicate_params(
+                self.model, mesh, predicate=is_projection, prefetch=1 if hides else 0
+            )
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         named = list(self.model.named_parameters())
         if name == "adamw":
             self.optimizers = [torch.optim.AdamW(self.model.parameters(), 1e-3, fused=True)]
-        elif name == "dmuon":
-            self.optimizers = [dmuon.Muon(self.model, lr=0.02, adamw_lr=1e-3)]
+        elif self.dedicated:
+            self.optimizers = [
+                dmuon.Muon(self.model, lr=0.02, adamw_lr=1e-3, replicate_async=hides)
+            ]
         else:
             rest = [p for n, p in named if not is_projection(n, p)]
             self.optimizers = [
@@ -87,6 +100,7 @@ class Variant:
         self.whole: list[float] = []
         self.phase: list[float] = []
         self.cpu: list[float] = []
+        self.waited: list[list[float]] = []
 
     def half(self, tokens: Tensor) -> None:
         """Run forward and backward."""
@@ -99,22 +113,36 @@ class Variant:
             optimizer.step()
             optimizer.zero_grad()
 
+    def waits(self) -> Tensor:
+        """Return the seconds this rank has waited for unshard, publish; waits for the last one."""
+        if not self.dedicated:
+            return torch.zeros(2, dtype=torch.float64)
+        units = dmuon.stats(self.model).units
+        sums = [sum(u.unshard_wait_s for u in units), sum(u.publish_wait_s for u in units)]
+        return torch.tensor(sums, dtype=torch.float64)
+
     def measure(self, tokens: Tensor, split: bool, keep: bool) -> None:
-        """Take one step; `split` times the optimizer's phase, else the whole step is timed."""
+        """Take a step and time the optimizer's phase (`split`), or BURST whole steps."""
+        steps = 1 if split else BURST
+        before = self.waits()
         dist.barrier()
         cpu, start = time.process_time(), time.perf_counter()
-        self.half(tokens)
-        if split:
-            dist.barrier()
-            start = time.perf_counter()
-        self.update()
+        for _ in range(steps):
+            self.half(tokens)
+            if split:
+                dist.barrier()
+                start = time.perf_counter()
+            self.update()
+        waited = (self.waits() - before) / steps
         dist.barrier()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         if keep and split:
             self.phase.append(slowest(seconds))
         elif keep:
-            self.whole.append(slowest(seconds))
-            self.cpu.append(total(cpu))
+            self.whole.append(slowest(seconds) / steps)
+            self.cpu.append(total(cpu) / steps)
+            dist.all_reduce(waited)
+            self.waited.append((waited / dist.get_world_size()).tolist())
 
 
 def slowest(value: float) -> float:
@@ -167,7 +195,7 @@ def measure_mesh(shape: tuple[int, ...], options: argparse.Namespace) -> dict[st
         hidden=options.hidden,
         context=options.context,
     )
-    variants = [Variant(name, config, mesh) for name in ("adamw", "dmuon", "naive")]
+    variants = [Variant(name, config, mesh) for name in VARIANTS]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.warmup + 2 * options.steps):
         tokens = torch.randint(256, (options.rows, options.context), generator=generator)
@@ -191,6 +219,8 @@ def measure_mesh(shape: tuple[int, ...], options: argparse.Namespace) -> dict[st
             "step_ms": 1e3 * statistics.median(v.whole),
             "optimizer_ms": 1e3 * statistics.median(v.phase),
             "cpu_s": statistics.median(v.cpu),
+            "waited_unshard_ms": 1e3 * statistics.median(w[0] for w in v.waited),
+            "waited_publish_ms": 1e3 * statistics.median(w[1] for w in v.waited),
         }
     adamw, ours = result["adamw"], result["dmuon"]
     bound = adamw["step_ms"] + result["newton_schulz_owned_ms"]
@@ -209,14 +239,17 @@ def show(result: dict[str, Any]) -> None:
         f"\nmesh {result['mesh']}, Newton-Schulz {result['newton_schulz_flop_share']:.0%} of FLOPs"
     )
     print(
-        f"{'':8}{'step':>10}{'of adamw':>10}{'optimizer':>12}{'of dmuon':>10}{'CPU, all ranks':>16}"
+        f"{'':11}{'step':>10}{'of adamw':>10}{'optimizer':>12}{'of dmuon':>10}"
+        f"{'CPU, all ranks':>16}{'waits: unshard':>16}{'publish':>11}"
     )
-    for name in ("adamw", "dmuon", "naive"):
+    for name in VARIANTS:
         row = result[name]
         print(
-            f"{name:8}{row['step_ms']:>7.1f} ms{row['step_ms'] / result['adamw']['step_ms']:>10.2f}"
+            f"{name:11}{row['step_ms']:>7.1f} ms"
+            f"{row['step_ms'] / result['adamw']['step_ms']:>10.2f}"
             f"{row['optimizer_ms']:>9.1f} ms"
             f"{row['optimizer_ms'] / result['dmuon']['optimizer_ms']:>10.2f}{row['cpu_s']:>14.3f} s"
+            f"{row['waited_unshard_ms']:>13.1f} ms{row['waited_publish_ms']:>8.1f} ms"
         )
     print(
         f"bound   {result['bound_ms']:>7.1f} ms = adamw + Newton-Schulz of the owned share "
