@@ -11,8 +11,8 @@
 #include "ranks.h"
 
 // AddressSanitizer asks this at the start. In a child that ends by exit(), LeakSanitizer would find
-// what only the parent's threads point to; and in a process that has forked children with UCX in use
-// it has died itself (a fault in its tracer). The other tests look for leaks.
+// what only the parent's threads point to; and in a process that has forked children with UCX in
+// use it has died itself (a fault in its tracer). The other tests look for leaks.
 extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
 
 namespace dmuon {
