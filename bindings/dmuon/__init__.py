@@ -27,6 +27,7 @@ if torch.__version__.split(".")[:2] != _BUILT_WITH.split(".")[:2]:
 from . import _backend
 from ._blocks import Blocks
 from ._C import OwnershipPlan, ProcessGroupDMuon
+from ._clip import clip_grad_norm_
 from ._collectives import broadcast_from_owners, reduce_to_owners
 from ._convert import ema_momentum
 from ._dedicate import dedicate_params, dedicate_params_ddp, no_sync
@@ -54,6 +55,7 @@ __all__ = [
     "Stats",
     "__version__",
     "broadcast_from_owners",
+    "clip_grad_norm_",
     "cmake_prefix_path",
     "dedicate_params",
     "dedicate_params_ddp",

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._blocks import check_used, resolve_group
+from ._clip import clip_grad_norm_
 from ._muon_groups import check_gradient, check_parameter, split_model
 from ._muon_options import (
     MOMENTUM_DTYPES,
@@ -336,6 +337,17 @@ class Muon(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for runtime in self._runtimes:
             runtime.drop_gradients()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``; returns it as it was.
+
+        torch's own function gives the same; this one needs a single small all-reduce for all
+        gradients, and none per matrix. See ``dmuon.clip_grad_norm_``.
+        """
+        params = (p for group in self.param_groups for p in group["params"])
+        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     # --- hooks ---------------------------------------------------------------------------------
 
