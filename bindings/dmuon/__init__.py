@@ -32,6 +32,7 @@ from ._collectives import broadcast_from_owners, reduce_to_owners
 from ._convert import ema_momentum
 from ._dedicate import dedicate_params, dedicate_params_ddp, no_sync
 from ._engine import newton_schulz
+from ._full_params import full_params
 from ._muon import Muon
 from ._owned_tensor import OwnedTensor
 from ._paths import cmake_prefix_path
@@ -60,6 +61,7 @@ __all__ = [
     "dedicate_params",
     "dedicate_params_ddp",
     "ema_momentum",
+    "full_params",
     "max_logits",
     "newton_schulz",
     "no_sync",

@@ -247,6 +247,8 @@ class Muon(torch.optim.Optimizer):
 
         A collective over the mesh where there are dedicated parameters: every rank must call it.
         """
+        for runtime in self._runtimes:
+            runtime.check_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -70,6 +70,8 @@ class Unit:
         self.in_backward = False
         self.awaited = False  # a backward through it is expected
         self.prefetches = 0
+        self.held = 0  # by full_params, nested
+        self._held_versions: list[int] = []
         self.core: _C.DedicatedUnit
         self.rests: list[Any] = []  # Parameters that are OwnedTensors
         self.lives: list[nn.Parameter] = []
@@ -150,7 +152,9 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.depth += 1
-        if self.depth == 1:
+        if self.held:
+            self.check_held()
+        elif self.depth == 1:
             self.runtime.enter_forward()
             if not self.in_backward:
                 self.check_rests()
@@ -164,8 +168,8 @@ class Unit:
             _C.install(self.slots, live=True)
             if torch.is_grad_enabled() and not all(self._trainable):
                 self.watch_inputs((args, kwargs))
-            if self._cast is not None:
-                return _cast(args, self._cast), _cast(kwargs, self._cast)
+        if self.depth == 1 and self._cast is not None:
+            return _cast(args, self._cast), _cast(kwargs, self._cast)
         return None
 
     def refresh(self) -> None:
@@ -184,8 +188,42 @@ class Unit:
         return self.core.unsharded
 
     def release_unused(self) -> None:
-        if self.reshard_after_forward and self.depth == 0 and not self.in_backward:
+        if self.reshard_after_forward and not (self.depth or self.in_backward or self.held):
             self.core.reshard()
+
+    # --- between steps -----------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Brings the weights and leaves them in their modules until ``let_go``."""
+        if self.depth or self.in_backward:
+            raise RuntimeError(
+                f"dmuon: full_params while unit {self.name or '<model>'!r} is in a forward or "
+                "backward; use it between steps"
+            )
+        if not self.held:
+            self.check_rests()
+            self.refresh()
+            self.core.wait_unshard()
+            _C.install(self.slots, live=True)
+            self._held_versions = [live._version for live in self.lives]
+        self.held += 1
+
+    def let_go(self) -> list[str]:
+        """The end of ``hold``; returns the names of weights that were changed meanwhile."""
+        self.held -= 1
+        if self.held:
+            return []
+        _C.install(self.slots, live=False)
+        self.core.reshard()
+        versions = zip(self.entries, self.lives, self._held_versions)
+        return [entry.name for entry, live, version in versions if live._version != version]
+
+    def check_held(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "dmuon: a forward with gradients inside full_params; gradients need the weights to "
+                "come and go"
+            )
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.depth == 0:  # the pre-forward hook itself failed
@@ -193,6 +231,8 @@ class Unit:
         self.depth -= 1
         if self.depth or self.in_backward:
             return None
+        if self.held:
+            return None if self._output is None else _cast(output, self._output)
         _C.install(self.slots, live=False)
         seen_all = True
         if torch.is_grad_enabled():
@@ -448,6 +488,12 @@ class Runtime:
         if self.bound:
             for unit in self.units:
                 unit.core.drop_gradients()
+
+    def check_step(self) -> None:
+        if any(unit.held for unit in self.units):
+            raise RuntimeError(
+                "dmuon: optimizer.step() inside full_params: the weights would change under it"
+            )
 
     def publish(self, changed: set[int], wait: bool) -> None:
         """After a step: brings the parameters whose ``id`` is in ``changed`` to all replicas.
