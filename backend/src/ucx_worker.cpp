@@ -16,6 +16,7 @@ constexpr int kSpins = 2;      // polls before the core is given up with each: a
 constexpr int kYields = 2000;  // and before the thread sleeps
 constexpr int kLooksPerClock = 64;
 constexpr std::chrono::milliseconds kLongestSleep{100};
+constexpr std::chrono::milliseconds kBrokenForGood{1000};
 constexpr std::chrono::milliseconds kIdle{5};  // before the worker's own thread takes over
 
 void relax() {
@@ -151,7 +152,13 @@ UcxEndpoint& UcxWorker::connect(const UcxContact& contact) {
 }
 
 void UcxWorker::onPeerFailed(void* endpoint, ucp_ep_h, ucs_status_t status) {
-  instance_->markFailed(*static_cast<UcxEndpoint*>(endpoint), instance_->text(status));
+  auto& broken = *static_cast<UcxEndpoint*>(endpoint);
+  UcxWorker& worker = *instance_;
+  if (!broken.process || broken.process->descriptor() < 0) {
+    return worker.markFailed(broken, worker.text(status));
+  }
+  broken.broken = worker.text(status);
+  broken.broken_since = Clock::now();
 }
 
 // Under mutex_. Once only: after that, other threads read why.
@@ -331,13 +338,18 @@ void UcxWorker::sleepUntilEvent(const std::function<bool()>& over,
   --asleep_;
 }
 
-// A process has ended only when all that it had sent has been taken in.
+// A process has ended only when all that it had sent has been taken in. One that lives on behind a
+// broken connection is given up after a while.
 void UcxWorker::noticeEndedProcesses() {
   std::vector<UcxEndpoint*> ended;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (UcxEndpoint* endpoint : local_) {
-      if (endpoint->process->ended()) ended.push_back(endpoint);
+      if (endpoint->process->ended()) {
+        ended.push_back(endpoint);
+      } else if (endpoint->broken && Clock::now() - endpoint->broken_since > kBrokenForGood) {
+        markFailed(*endpoint, endpoint->broken);
+      }
     }
   }
   if (ended.empty()) return;

@@ -60,6 +60,11 @@ struct UcxEndpoint {
   std::unique_ptr<UcxPoolView> pool;      // null if it cannot be read from here
   std::atomic<bool> failed{false};
   std::string failure;  // written before `failed`
+  // UCX says that it has failed; under the worker's mutex. If the process is watched, that is not
+  // yet the end: one that has ended in peace has sent all that it owed, which may still lie in
+  // shared memory when another of UCX's connections to it is cut.
+  const char* broken = nullptr;
+  Clock::time_point broken_since;
 };
 
 // A message under way.
