@@ -46,8 +46,9 @@ run_sanitizers() {
   local kind again
   for kind in thread address; do
     # LeakSanitizer's own tracer dies now and then ("Tracer caught signal 11"). A leak stays a leak.
+    # And the children that the fork test forks of processes with threads hang now and then there.
     again=()
-    [[ $kind != address ]] || again=(--repeat until-pass:2)
+    [[ $kind != address ]] || again=(--repeat until-pass:2 -E fork)
     stage "$kind sanitizer: build" build_sanitizer "$kind" || continue
     DMUON_TEST_OPERATIONS=400 stage "$kind sanitizer" "$bin/ctest" --test-dir "build/$kind" \
       --output-on-failure --no-tests=error --parallel "$(nproc)" "${again[@]}" \

@@ -42,7 +42,8 @@ class Hooks {
                         const std::function<OwnerWorkPtr()>& submit) const;
   // The operation with this Work::getCompletionKey() has ended well.
   void completed(uint64_t key, std::optional<float> milliseconds) const;
-  // An operation has failed, or will now be made to fail.
+  // An operation has failed, or will now be made to fail. May take many seconds, and needs Python's
+  // interpreter lock if torch's flight recorder listens.
   void failed() const;
 
   // Reports the end of somebody else's Work, if anybody wants to hear of it. Returns the Work to

@@ -179,7 +179,6 @@ void NcclQueue::becomeUnusable(const std::string& why, const NcclWorkPtr& culpri
     first = pending.empty() ? next_seq_ : pending.front().seq;
     ending_ = true;
   }
-  if (hooks_) hooks_->failed();  // first, while everything is still as it is
   // In their order: what had ended before is as good as ever. Those who go on with a result are
   // stopped (NcclWork::onFailure) before the abort below ends the kernels they wait for.
   bool intact = true;
@@ -201,6 +200,9 @@ void NcclQueue::becomeUnusable(const std::string& why, const NcclWorkPtr& culpri
     ending_ = false;
   }
   changed_.notify_all();
+  // Last: torch's flight recorder takes many seconds here if it must load what it needs to describe
+  // stacks. What it records does not depend on the Works.
+  if (hooks_) hooks_->failed();
 }
 
 }  // namespace dmuon

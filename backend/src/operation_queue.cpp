@@ -120,12 +120,13 @@ void OperationQueue::work() {
 void OperationQueue::execute(Operation& op) {
   const auto started = Clock::now();
   std::exception_ptr error;
+  bool fatal_error = false;
   Exchange::Moved moved;
   try {
     awaitDependencies(op);
     moved = exchange_.run(op, op.timeout);
   } catch (const Exchange::Fatal& fatal) {
-    if (hooks_) hooks_->failed();  // first, while everything is still as it is
+    fatal_error = true;
     becomeUnusable(fatal.what(), op.seq + 1);
     std::lock_guard<std::mutex> lock(mutex_);
     error = exchange_.interrupted() ? groupError(c10::str(op.name, ": ", unusable_))
@@ -136,6 +137,9 @@ void OperationQueue::execute(Operation& op) {
   op.memory.clear();
   if (error) {
     op.work->fail(std::move(error));
+    // Last: torch's flight recorder takes many seconds here if it must load what it needs to
+    // describe stacks. What it records does not depend on the Work.
+    if (fatal_error && hooks_) hooks_->failed();
     return;
   }
   {

@@ -256,8 +256,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:  # before anything changes
             if group["algorithm"] == "muon":
                 self._follow_options(group)
-                for p in group["params"]:
-                    check_gradient(p, self._names[id(p)])
+            for p in group["params"]:
+                check_gradient(p, self._names[id(p)])
         updated: set[int] = set()
         first = 0
         for group in self.param_groups:

@@ -75,6 +75,6 @@ def check_gradient(p: torch.Tensor, name: str) -> None:
     if p.grad is not None and p.grad.layout != torch.strided:
         raise ValueError(
             f"dmuon: the gradient of parameter {name!r} {tuple(p.shape)} has layout "
-            f"{p.grad.layout}; Muon needs dense gradients: sparse=False in an embedding, or a "
-            'group with "algorithm": "adamw"'
+            f"{p.grad.layout}; dmuon needs dense gradients: sparse=False in an embedding, or "
+            "another optimizer for it"
         )

@@ -116,6 +116,34 @@ TEST(Failure, anOperationsOwnTimeoutOverridesTheGroups) {
   });
 }
 
+#ifdef DMUON_TORCH_HAS_ABORT_HOOKS
+// torch's flight recorder, which listens there, may take longer than the time-out.
+TEST(Failure, anErrorDoesNotWaitForThoseWhoAreToldOfIt) {
+  runRanks(2, [](int rank, const Store& store) {
+    Group group = makeGroup(store, rank, 2, seconds(60));
+    std::promise<void> seen;
+    std::atomic<int> told{0};
+    group->registerAbortHook(1, [&, ended = seen.get_future().share()](auto&&...) {
+      ended.wait();
+      ++told;
+    });
+    auto owners = group->ownerCollectives(at::kCPU);
+    if (rank == 0) {
+      OwnerOptions options;
+      options.timeout = milliseconds(300);
+      auto work = owners->broadcastFromOwners({at::zeros({1})}, {0}, options);
+      expectError([&] { work->wait(); }, {"rank 1 did not take part within 300 ms"});
+      seen.set_value();
+      group->shutdown();  // waits for whoever is being told
+      EXPECT_EQ(told, 1);
+    } else {
+      seen.set_value();
+    }
+    meet(store, "done", rank, 2);
+  });
+}
+#endif
+
 TEST(Failure, setTimeoutReachesTheOwnerCollectives) {
   runRanks(2, [](int rank, const Store& store) {
     Group group = makeGroup(store, rank, 2, seconds(60));

@@ -216,11 +216,15 @@ def test_what_is_no_dense_real_matrix_is_refused_by_name(tensor, words, form):
         assert word in str(error.value), str(error.value)
 
 
-def test_a_sparse_gradient_is_refused_by_name_and_nothing_has_changed():
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_a_sparse_gradient_is_refused_by_name_and_nothing_has_changed(algorithm):
     embedding = nn.Embedding(5, 3, sparse=True)
     first = nn.Parameter(start(4, 4))
     before = [p.detach().clone() for p in (first, embedding.weight)]
-    groups = [{"params": [first]}, {"params": [("table", embedding.weight)]}]
+    groups = [
+        {"params": [first]},
+        {"params": [("table", embedding.weight)], "algorithm": algorithm},
+    ]
     optimizer = dmuon.Muon(groups, weight_decay=0.5)
     first.grad = torch.eye(4)
     embedding(torch.tensor([1, 2])).sum().backward()
