@@ -16,6 +16,8 @@ def make_config(
     coefficients: Any, steps: int, mode: Any, dtype: torch.dtype | None
 ) -> _C.NewtonSchulzConfig:
     """The engine's configuration from the options of ``Muon`` and ``newton_schulz``."""
+    if int(steps) != steps:
+        raise ValueError(f"dmuon: ns_steps must be a whole number, got {steps!r}")
     if isinstance(coefficients, str) and isinstance(mode, str):
         config = _C.NewtonSchulzConfig(coefficients, int(steps), mode)
     else:
@@ -45,6 +47,12 @@ def make_config(
 
 def muon_hyper(group: dict[str, Any], configs: dict[Any, _C.NewtonSchulzConfig]) -> _C.MuonHyper:
     """A muon group's options for one update, checked; ``configs`` keeps what is costly to check."""
+    for option in ("nesterov", "cautious"):
+        if not isinstance(group[option], bool):
+            raise ValueError(f"dmuon: Muon: {option} must be True or False, got {group[option]!r}")
+    for option in ("lr", "momentum", "weight_decay", "beta2"):
+        if isinstance(group[option], (str, bool)):
+            raise ValueError(f"dmuon: Muon: {option} must be a number, got {group[option]!r}")
     coefficients, mode = group["ns_coefficients"], group["ns_mode"]
     if not isinstance(coefficients, str):
         if len(coefficients) == 3 and isinstance(coefficients[0], (int, float)):

@@ -237,6 +237,10 @@ def test_a_sparse_gradient_is_refused_by_name_and_nothing_has_changed(algorithm)
     ("options", "words"),
     [
         ({"variant": "sgd"}, ["sgd", "normuon", "adamuon"]),
+        ({"ns_steps": 5.5}, ["ns_steps", "5.5"]),
+        ({"lr": "0.1"}, ["lr", "'0.1'"]),
+        ({"cautious": "yes"}, ["cautious", "'yes'"]),
+        ({"nesterov": 1}, ["nesterov", "1"]),
         ({"beta2": 1.0}, ["beta2", "1"]),
         ({"beta2": -0.1}, ["beta2", "-0.1"]),
         ({"momentum_dtype": torch.float16}, ["momentum_dtype", "float16"]),
