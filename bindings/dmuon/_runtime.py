@@ -383,6 +383,8 @@ class Runtime:
             self.prefetch.begin()
 
     def _post_forward_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.bound:
+            return  # no unit has been used yet
         if not self.core.in_backward:
             self.prefetch.begin()
         if torch.is_grad_enabled():

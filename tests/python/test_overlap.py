@@ -157,6 +157,22 @@ def test_weights_brought_for_nothing_are_freed_and_two_units_live_at_most():
         assert (ahead_most, ahead_left) == (1, 0)
 
 
+def forward_without_any_unit(rank):
+    model, _ = distribute(Skipping(), "(4)")
+    model.skipped = {0, 1, 2, 3}
+    x = data(0, rank, 6).requires_grad_()
+    y = model(x) * 1  # before the optimizer, and before any unit's first forward
+    y.sum().backward()
+    first = torch.equal(y, x) and torch.equal(x.grad, torch.ones_like(x))
+    model.skipped = set()
+    model(x).pow(2).mean().backward()
+    return first
+
+
+def test_a_first_forward_may_use_no_unit_at_all():
+    assert run_ranks(4, forward_without_any_unit) == [True] * 4
+
+
 def step_without_the_others(rank):
     model, _ = distribute(Net(), "(4,1)")
     optimizer = dmuon.Muon(model, lr=0.02)
