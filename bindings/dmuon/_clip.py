@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
-from ._muon_state import local_gradient
+from ._gradients import all_reduce, copies_of, local_gradient
 from ._owned_tensor import OwnedTensor
 
 
@@ -41,10 +41,13 @@ def clip_grad_norm_(
     # By mesh (None: no mesh): local gradients, and by how many ranks each is held.
     groups: dict[DeviceMesh | None, list[tuple[torch.Tensor, int]]] = {}
     for p in params:
-        if p.grad is None:
+        local = local_gradient(p)
+        if local is None:
             continue
-        local, mesh, copies = _local(p)
+        grad = p if isinstance(p, OwnedTensor) else p.grad
+        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
         groups.setdefault(mesh, [])  # also where this rank has nothing: the others wait for it
+        copies = copies_of(p)
         if local.numel() > 0:
             gradients.append(local)
             groups[mesh].append((local, copies))
@@ -53,7 +56,8 @@ def clip_grad_norm_(
     for mesh, held in groups.items():
         part = _power(held, norm_type, device)
         if mesh is not None:
-            _all_reduce(part, mesh, math.isinf(norm_type))
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            all_reduce(part, mesh, op)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).to(torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -68,26 +72,6 @@ def clip_grad_norm_(
                 there = [g for g in gradients if g.device == place]
                 torch._foreach_mul_(there, coefficient.to(place, non_blocking=True))
     return norm
-
-
-def _local(p: torch.Tensor) -> tuple[torch.Tensor, DeviceMesh | None, int]:
-    """This rank's part of a gradient, the mesh it is spread over, and how many ranks hold it."""
-    if isinstance(p, OwnedTensor):
-        return local_gradient(p), p.device_mesh, 1
-    gradient = p.grad
-    assert gradient is not None
-    if not isinstance(gradient, DTensor):
-        return gradient, None, 1
-    mesh, copies = gradient.device_mesh, 1
-    for dimension, placement in enumerate(gradient.placements):
-        if isinstance(placement, Partial):
-            raise ValueError(
-                f"dmuon: a gradient of shape {tuple(gradient.shape)} is a partial sum "
-                f"({gradient.placements}); reduce it before clipping"
-            )
-        if isinstance(placement, Replicate):
-            copies *= mesh.size(dimension)
-    return gradient._local_tensor, mesh, copies
 
 
 def _device_of(groups: Iterable[DeviceMesh | None]) -> torch.device:
@@ -107,13 +91,3 @@ def _power(
         return stacked.max()
     shares = torch.tensor([1.0 / copies for _, copies in held], dtype=torch.float64)
     return (stacked.pow(norm_type) * shares.to(device, non_blocking=True)).sum()
-
-
-def _all_reduce(value: torch.Tensor, mesh: DeviceMesh, largest: bool) -> None:
-    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    if mesh.size() == dist.get_world_size():
-        dist.all_reduce(value, op)
-        return
-    for dimension in range(mesh.ndim):
-        if mesh.size(dimension) > 1:
-            dist.all_reduce(value, op, mesh.get_group(dimension))

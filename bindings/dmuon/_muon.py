@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _C
 from ._blocks import check_used, resolve_group
 from ._clip import clip_grad_norm_
+from ._gradients import local_gradient, nonfinite
 from ._muon_groups import check_gradient, check_parameter, split_model
 from ._muon_options import (
     MOMENTUM_DTYPES,
@@ -24,17 +27,17 @@ from ._muon_options import (
     muon_hyper,
     state_options,
 )
-from ._muon_state import (
-    fit_muon_state,
-    init_adamw_state,
-    local_gradient,
-    local_part,
-)
+from ._muon_state import fit_muon_state, init_adamw_state, local_part
 from ._owned_tensor import OwnedTensor
-from ._runtime import Runtime, runtimes_of
+from ._runtime import Runtime, Unit, runtimes_of
 
 #: Called inside ``step``; see ``Muon.register_update_hook``.
 UpdateHook = Callable[["Muon"], None]
+
+_NONFINITE = ("skip", "raise", "ignore")
+# An update takes at least so many elements at once, if they are there: on a GPU it goes through
+# matrices of equal shapes together.
+_ELEMENTS_AT_ONCE = 1 << 20
 
 
 class Muon(torch.optim.Optimizer):
@@ -82,6 +85,11 @@ class Muon(torch.optim.Optimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: for the group "adamw".
         replicate_async: hide the publication of updates under what comes next: a unit's next
             forward waits for its own. False: the step waits for all. The results are the same.
+        nonfinite: what a step does where a gradient on any rank holds a NaN or an infinity. "skip":
+            nothing, on all ranks alike, with a warning where it was found; ``skipped_steps`` counts
+            them. "raise": RuntimeError on all ranks, with rank and parameter, before anything has
+            changed. Both cost a look at the gradients and one small all-reduce, and wait for all of
+            them. "ignore": what they say; matrices are then updated as their gradients come in.
         param_groups: more groups, as dicts with "params" and options; parameters named here leave
             the two default groups. "algorithm": "muon" or "adamw"; default by the parameters.
 
@@ -114,6 +122,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.0,
         replicate_async: bool = True,
+        nonfinite: str = "skip",
         param_groups: Iterable[dict[str, Any]] | None = None,
     ) -> None:
         self._muon_defaults = {
@@ -127,7 +136,11 @@ class Muon(torch.optim.Optimizer):
             "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": adamw_eps,
             "weight_decay": adamw_weight_decay,
         }  # fmt: skip
+        if nonfinite not in _NONFINITE:
+            raise ValueError(f"dmuon: nonfinite must be one of {_NONFINITE}, got {nonfinite!r}")
         self.replicate_async = replicate_async
+        self.nonfinite = nonfinite
+        self.skipped_steps = 0
         self._runtimes: list[Runtime] = []
         self._names: dict[int, str] = {}
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
@@ -257,7 +270,11 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "muon":
                 self._follow_options(group)
             for p in group["params"]:
-                check_gradient(p, self._names[id(p)])
+                if not isinstance(p, OwnedTensor):  # theirs have been looked at on their way
+                    check_gradient(p, self._names[id(p)])
+        if self.nonfinite != "ignore" and self._found_nonfinite():
+            self.skipped_steps += 1
+            return loss
         updated: set[int] = set()
         first = 0
         for group in self.param_groups:
@@ -273,42 +290,85 @@ class Muon(torch.optim.Optimizer):
             runtime.publish(updated, wait=not self.replicate_async)
         return loss
 
+    def _found_nonfinite(self) -> bool:
+        """Whether this step must be skipped; raises instead if that was asked for."""
+        params = (p for group in self.param_groups for p in group["params"])
+        found, bad = nonfinite(params)
+        if not found:
+            return False
+        names = [self._names[id(p)] for p in bad]
+        if self.nonfinite == "raise":
+            raise RuntimeError(
+                "dmuon: a gradient holds a NaN or an infinity: "
+                + (f"here that of {names}" if names else "on another rank, which says whose")
+                + "; nothing has been changed"
+            )
+        if names:
+            step = max([runtime.steps for runtime in self._runtimes], default=0)
+            warnings.warn(
+                f"dmuon: all ranks skip the step after step {step}, the gradient of {names} holds "
+                f"a NaN or an infinity ({self.skipped_steps + 1} skipped so far)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return True
+
     def _step_muon(self, group: dict[str, Any], first: int, updated: set[int]) -> None:
         """``first``: the index of the group's first parameter in the optimizer."""
-        rounded = group["momentum_dtype"] == "bfloat16"
-        varied = group["variant"] != "none"
-        weights: list[torch.Tensor] = []
-        gradients, momenta, moments, blocks, streams, halves = [], [], [], [], [], []
-        for i, p in enumerate(group["params"]):
-            if p.grad is None:
-                continue
-            gradient = local_gradient(p)  # checked on every rank
-            updated.add(id(p))
-            state = self.state[p]
-            if rounded:
-                state["step"] += 1  # on every rank
-            local = local_part(p)
-            if local.numel() == 0:
-                continue  # another rank's
-            weight = self._weight(p)
-            if "master" in state:
-                halves.append((p, local, weight))
-            weights.append(weight)
-            gradients.append(gradient)
-            momenta.append(local_part(state["momentum_buffer"]))
-            blocks.append(_blocks(group, i))
-            if varied:
-                moments.append(local_part(state["second_momentum_buffer"]))
-            if rounded:
-                streams.append((first + i, int(state["step"])))
-            for runtime in _runtimes_behind([p]):
-                stacked = p.shape[0] if p.ndim == 3 else 1
-                runtime.orthogonalized += stacked * (len(blocks[-1][1]) if blocks[-1] else 1)
+        batch = _Batch()
+        for rows in _by_unit(group["params"]):
+            for i, p in rows:
+                gradient = local_gradient(p)
+                if gradient is not None:
+                    updated.add(id(p))
+                    self._add(batch, group, first, i, p, gradient)
+            if batch.elements >= _ELEMENTS_AT_ONCE:
+                self._update(batch, group)
+                batch = _Batch()
+        self._update(batch, group)
+
+    def _add(
+        self,
+        batch: _Batch,
+        group: dict[str, Any],
+        first: int,
+        i: int,
+        p: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> None:
+        state = self.state[p]
+        rounded = "step" in state
+        if rounded:
+            state["step"] += 1  # on every rank
+        local = local_part(p)
+        if local.numel() == 0:
+            return  # another rank's
+        weight = self._weight(p)
+        if "master" in state:
+            batch.halves.append((p, local, weight))
+        batch.elements += local.numel()
+        batch.weights.append(weight)
+        batch.gradients.append(gradient)
+        batch.momenta.append(local_part(state["momentum_buffer"]))
+        blocks = _blocks(group, i)
+        batch.blocks.append(blocks)
+        if group["variant"] != "none":
+            batch.moments.append(local_part(state["second_momentum_buffer"]))
+        if rounded:
+            batch.streams.append((first + i, int(state["step"])))
+        for runtime in _runtimes_behind([p]):
+            stacked = p.shape[0] if p.ndim == 3 else 1
+            runtime.orthogonalized += stacked * (len(blocks[1]) if blocks else 1)
+
+    def _update(self, batch: _Batch, group: dict[str, Any]) -> None:
+        if not batch.weights:
+            return
         _C.muon_update(
-            weights, gradients, momenta, muon_hyper(group, self._configs),
-            second_moments=moments, blocks=blocks, streams=streams, workspace=self._workspace,
+            batch.weights, batch.gradients, batch.momenta, muon_hyper(group, self._configs),
+            second_moments=batch.moments, blocks=batch.blocks, streams=batch.streams,
+            workspace=self._workspace,
         )  # fmt: skip
-        for p, local, master in halves:
+        for p, local, master in batch.halves:
             local.copy_(master)
             self._master_versions[id(p)] = local._version
 
@@ -335,10 +395,13 @@ class Muon(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; also forgets what was accumulated under ``no_sync``."""
+        """As in torch; also forgets what was accumulated under ``no_sync`` or is on its way."""
+        if set_to_none:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if isinstance(p, OwnedTensor):  # without waiting for it
+                        p.grad = None
         super().zero_grad(set_to_none)
-        for runtime in self._runtimes:
-            runtime.drop_gradients()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -398,8 +461,8 @@ class Muon(torch.optim.Optimizer):
     # --- state ---------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_muon_defaults": self._muon_defaults, "_adamw_defaults": self._adamw_defaults}
-        return {**super().__getstate__(), **own, "replicate_async": self.replicate_async}
+        own = ("_muon_defaults", "_adamw_defaults", "replicate_async", "nonfinite", "skipped_steps")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -449,6 +512,32 @@ class Muon(torch.optim.Optimizer):
                     self.state[p][key] = value
             if "master" in self.state[p] and "master" in loaded.get(index, {}):
                 self._master_versions[id(p)] = local_part(p)._version
+
+
+@dataclasses.dataclass
+class _Batch:
+    """What one call of the update takes; lists of equal length, or empty where not needed."""
+
+    elements: int = 0
+    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    gradients: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    momenta: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    moments: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    blocks: list[Any] = dataclasses.field(default_factory=list)
+    streams: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    #: Of half-precision parameters: the parameter, its local part, its master.
+    halves: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = dataclasses.field(
+        default_factory=list
+    )
+
+
+def _by_unit(params: list[torch.Tensor]) -> list[list[tuple[int, torch.Tensor]]]:
+    """(index, parameter), unit by unit in the order in which their gradients arrive."""
+    rows: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for i, p in enumerate(params):
+        source = p._gradient_source()[0] if isinstance(p, OwnedTensor) else None
+        rows.setdefault(source.index if isinstance(source, Unit) else -1, []).append((i, p))
+    return [rows[unit] for unit in sorted(rows, reverse=True)]
 
 
 def _runtimes_behind(params: Iterable[torch.Tensor]) -> Iterator[Runtime]:

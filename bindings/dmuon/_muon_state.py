@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from . import _C
 from ._muon_options import dtype_of
 from ._owned_tensor import OwnedTensor
-from ._runtime import own_gradient
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -18,13 +17,6 @@ HALF = (torch.float16, torch.bfloat16)
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part: all of it or nothing, for a dedicated parameter."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def local_gradient(p: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient, which must be there."""
-    grad = own_gradient(p) if isinstance(p, OwnedTensor) else p.grad
-    assert grad is not None
-    return local_part(grad)
 
 
 def like(p: torch.Tensor, local: torch.Tensor, shape: Any = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,6 +23,25 @@ from ._amp import unscale
 from ._mesh import MeshView, local_like
 
 aten = torch.ops.aten
+
+
+class GradientSource(Protocol):
+    """What brings gradients to parameters at rest; each is known by an index."""
+
+    def collect(self, index: int) -> None:
+        """Waits for a gradient that is on its way and puts it into the parameter's ``grad``."""
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """This rank's own gradient that waits for a reduction."""
+
+    def drop(self, index: int) -> None:
+        """Forgets all of these."""
+
+
+_GRAD: Any = torch.Tensor.grad
+#: torch.Tensor's own attribute, without what ``OwnedTensor`` adds to it.
+plain_grad: Callable[[Any], Any] = _GRAD.__get__
+set_plain_grad: Callable[[Any, Any], None] = _GRAD.__set__
 
 
 class OwnedAlong(Shard):
@@ -100,6 +119,8 @@ class OwnedTensor(DTensor):
 
     _view: MeshView
     _owner: tuple[int, int]
+    #: Of a parameter: where its gradients come from, called with its index there.
+    _source: tuple[Callable[[], GradientSource | None], int] | None = None
 
     @staticmethod
     def build(
@@ -143,6 +164,39 @@ class OwnedTensor(DTensor):
             f"OwnedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, owner={self._owner}, "
             f"local={self._local_tensor})"
         )
+
+    # --- gradient --------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Any:
+        """The gradient on its owner, an ``OwnedTensor``; waits for it if it is on its way.
+
+        None if no rank had one. While gradients are accumulated without reduction (``no_sync``) and
+        there is no reduced one: this rank's own, a plain tensor, as in DDP. Setting it, to None or
+        to another tensor, drops whatever was accumulated or is on its way.
+        """
+        source, index = self._gradient_source()
+        if source is None:
+            return plain_grad(self)
+        source.collect(index)
+        grad = plain_grad(self)
+        return grad if grad is not None else source.unreduced(index)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        source, index = self._gradient_source()
+        if source is not None:
+            source.drop(index)
+        set_plain_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def _gradient_source(self) -> tuple[GradientSource | None, int]:
+        if self._source is None:
+            return None, 0
+        return self._source[0](), self._source[1]
 
     # --- whole-tensor access; collectives over the mesh ---------------------------------------
 

@@ -26,7 +26,7 @@ from ._blocks import Plain
 from ._fsdp import Enclosing, enclosing
 from ._hiding import reveal
 from ._mesh import MeshView, format_mesh, local_like
-from ._owned_tensor import OwnedTensor
+from ._owned_tensor import OwnedTensor, plain_grad, set_plain_grad
 from ._prefetch import Prefetch
 
 _RUNTIMES = "_dmuon_runtimes"
@@ -94,7 +94,7 @@ class Unit:
         policy = runtime.mp_policy if runtime.mp_policy is not None else self.enclosing.policy
         param_dtype = getattr(policy, "param_dtype", None)
         reduce_dtype = getattr(policy, "reduce_dtype", None)
-        if self.enclosing.policy is None and policy is not None:  # nobody else casts
+        if runtime.mp_policy is not None:  # else who casts is the enclosing module
             self._cast = param_dtype if policy.cast_forward_inputs else None
             self._output = policy.output_dtype
         self.rests = [entry.rest for entry in self.entries]
@@ -118,6 +118,9 @@ class Unit:
             runtime.publish_channel.replicate if several_replicas else None,
             reduce_dtype,
         )
+        source = weakref.ref(self)
+        for index, rest in enumerate(self.rests):
+            rest._source = (source, index)
         self.lives = [
             nn.Parameter(live, requires_grad=rest.requires_grad)
             for live, rest in zip(self.core.live(), self.rests)
@@ -294,16 +297,50 @@ class Unit:
             _C.install(self.slots, live=False)
             self.core.reshard()
 
-    def set_gradients(self, locals_: list[torch.Tensor | None]) -> None:
-        for rest, local in zip(self.rests, locals_):
+    # --- gradients, as the resting parameters ask for them ------------------------------------
+
+    def collect(self, index: int) -> None:
+        local = self.core.take_reduced(index)
+        if local is None:
+            return
+        rest = self.rests[index]
+        if plain_grad(rest) is None:
+            set_plain_grad(rest, rest.like(local))
+        else:
+            own_gradient(rest)._local_tensor.add_(local)
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        return self.core.unreduced(index)
+
+    def drop(self, index: int) -> None:
+        self.core.drop_gradient(index)
+
+    def local_gradient(self, index: int) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient, without making it ``grad``."""
+        if plain_grad(self.rests[index]) is None:
+            return self.core.reduced(index)
+        self.collect(index)
+        return own_gradient(self.rests[index])._local_tensor
+
+    def call_hooks(self) -> None:
+        """Runs the hooks that users put on the resting parameters, with what has just arrived."""
+        for index, rest in enumerate(self.rests):
+            before = rest._backward_hooks
+            after = getattr(rest, "_post_accumulate_grad_hooks", None)
+            if not before and not after:
+                continue
+            local = self.core.take_reduced(index)
             if local is None:
                 continue
-            if rest.grad is None:
-                rest.grad = rest.like(local)
+            gradient = rest.like(local)
+            for hook in list((before or {}).values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if plain_grad(rest) is None:
+                set_plain_grad(rest, gradient)
             else:
-                own_gradient(rest)._local_tensor.add_(local)
-            hooks = getattr(rest, "_post_accumulate_grad_hooks", None)
-            for hook in (hooks or {}).values():
+                own_gradient(rest).add_(gradient)
+            for hook in list((after or {}).values()):
                 hook(rest)
 
 
@@ -465,31 +502,23 @@ class Runtime:
         Variable._execution_engine.queue_callback(functools.partial(_finish, self, token))
 
     def finish_backward(self) -> None:
-        """End of the backward: launch what is left, wait, and set the parameters' gradients."""
+        """End of the backward: launch what is left. Whoever reads a gradient waits for it."""
         if not self.core.in_backward:
             return
         try:
-            reduced = self.core.finish_backward([unit.sync() for unit in self.units])
+            self.core.finish_backward([unit.sync() for unit in self.units])
         finally:
             for unit in self.units:
                 unit.end_backward()
             self.prefetch.begin()
-        for unit, locals_ in zip(self.units, reduced):
-            if locals_ is not None:
-                unit.set_gradients(locals_)
+        for unit in self.units:
+            unit.call_hooks()
 
     def abandon_backward(self) -> None:
         self.core.abandon_backward()
         for unit in self.units:
             unit.end_backward()
         self.prefetch.begin()
-
-    def drop_gradients(self) -> None:
-        """Forgets gradients that are not yet on their owners (accumulated under no_sync)."""
-        self.repair()
-        if self.bound:
-            for unit in self.units:
-                unit.core.drop_gradients()
 
     def check_step(self) -> None:
         if any(unit.held for unit in self.units):
@@ -514,6 +543,12 @@ class Runtime:
         for unit in self.units if self.bound else ():
             unit.core.wait_publish()
 
+    def settle(self) -> None:
+        """Waits for everything that is on its way."""
+        self.wait_publish()
+        for unit in self.units if self.bound else ():
+            unit.core.settle()
+
 
 class _Token:
     """Lives as long as one backward."""
@@ -529,7 +564,7 @@ def own_gradient(rest: Any) -> OwnedTensor:
     Autograd leaves an ordinary DTensor where a loss uses the parameter outside its module, as a
     weight penalty does; it is converted here, a collective over the mesh.
     """
-    grad = rest.grad
+    grad = plain_grad(rest)
     if not isinstance(grad, OwnedTensor):
         if not isinstance(grad, DTensor):
             raise RuntimeError(
@@ -537,7 +572,8 @@ def own_gradient(rest: Any) -> OwnedTensor:
                 f"set to a {type(grad).__name__} of shape {tuple(grad.shape)}; it must come from a "
                 "backward, or be an OwnedTensor made by p.like(local)"
             )
-        rest.grad = grad = rest.like(local_like(grad.full_tensor(), rest.is_owner))
+        grad = rest.like(local_like(grad.full_tensor(), rest.is_owner))
+        set_plain_grad(rest, grad)
     return grad
 
 

@@ -70,7 +70,8 @@ def stats(model: nn.Module) -> Stats:
 
     ``bytes`` has one entry per role: "unshard" (shard group), "reduce" (shard, then replicate
     group), "publish" (replicate group), and "full" (full_tensor, checkpoints); each with calls,
-    bytes_sent and bytes_received. Waits for updates that are still being published.
+    bytes_sent and bytes_received. Waits for gradients and updates that are still on
+    their way.
 
     Raises:
         ValueError: ``model`` has no dedicated parameters.
@@ -81,7 +82,7 @@ def stats(model: nn.Module) -> Stats:
     totals: dict[str, dict[str, int]] = {}
     units: list[UnitStats] = []
     for runtime in runtimes:
-        runtime.wait_publish()  # its bytes are counted at its end
+        runtime.settle()  # bytes are counted at an operation's end
         _add_bytes(totals, runtime)
         if runtime.bound:
             units += [

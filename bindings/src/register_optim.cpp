@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <dmuon/optim/adamw_update.h>
+#include <dmuon/optim/all_finite.h>
 #include <dmuon/optim/coefficients.h>
 #include <dmuon/optim/muon_update.h>
 #include <dmuon/optim/newton_schulz.h>
@@ -131,6 +132,7 @@ void registerUpdates(py::module_& m) {
         return lrRatio(lrAdjustmentFromName(name), rows, columns);
       },
       py::arg("adjust_lr"), py::arg("m"), py::arg("n"));
+  m.def("all_finite", &allFinite, py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
   m.def("muon_update", &update, py::arg("weights"), py::arg("gradients"), py::arg("momenta"),
         py::arg("hyper"), py::kw_only(), py::arg("second_moments") = std::vector<at::Tensor>(),
         py::arg("blocks") = std::vector<BlockPair>(),

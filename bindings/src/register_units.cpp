@@ -62,7 +62,7 @@ void registerUnit(py::module_& m) {
            py::arg("unshard"), py::arg("publish"), py::arg("reduce_dtype"))
       .def_property_readonly("name", &DedicatedUnit::name)
       .def_property_readonly("unsharded", &DedicatedUnit::unsharded)
-      .def_property_readonly("complete", &DedicatedUnit::complete)
+      .def_property_readonly("complete", [](DedicatedUnit& u) { return u.gradients().complete(); })
       .def_property_readonly("unsharded_bytes", &DedicatedUnit::unshardedBytes)
       .def_property_readonly("stale", &DedicatedUnit::stale)
       .def_property_readonly("counters",
@@ -84,7 +84,20 @@ void registerUnit(py::module_& m) {
       .def("reshard", &DedicatedUnit::reshard, release())
       .def("publish", &DedicatedUnit::publish, py::arg("changed"), release())
       .def("wait_publish", &DedicatedUnit::waitPublish, release())
-      .def("drop_gradients", &DedicatedUnit::dropGradients, release());
+      .def(
+          "settle", [](DedicatedUnit& u) { u.gradients().settle(); }, release())
+      .def(
+          "reduced", [](DedicatedUnit& u, int64_t i) { return u.gradients().reduced(i); },
+          py::arg("index"), release())
+      .def(
+          "take_reduced", [](DedicatedUnit& u, int64_t i) { return u.gradients().takeReduced(i); },
+          py::arg("index"), release())
+      .def(
+          "unreduced", [](DedicatedUnit& u, int64_t i) { return u.gradients().unreduced(i); },
+          py::arg("index"))
+      .def(
+          "drop_gradient", [](DedicatedUnit& u, int64_t i) { u.gradients().drop(i); },
+          py::arg("index"), release());
 }
 
 void registerModel(py::module_& m) {
@@ -108,34 +121,8 @@ void registerModel(py::module_& m) {
       .def("begin_backward", &DedicatedModel::beginBackward, py::arg("graph_task"))
       .def_property_readonly("in_backward", &DedicatedModel::inBackward)
       .def("set_sync", &DedicatedModel::setSync, py::arg("index"), py::arg("sync"))
-      .def(
-          "finish_backward",
-          [](DedicatedModel& model, const std::vector<GradientSync>& fallback) {
-            std::vector<std::vector<DedicatedUnit::Reduced>> results;
-            {
-              py::gil_scoped_release release;
-              results = model.finishBackward(fallback);
-            }
-            // Per unit: None if nothing was reduced, else per parameter its local gradient or None.
-            py::list units;
-            for (auto& unit : results) {
-              if (unit.empty()) {
-                units.append(py::none());
-                continue;
-              }
-              py::list parameters;
-              for (auto& reduced : unit) {
-                if (reduced.participated) {
-                  parameters.append(py::cast(reduced.local));
-                } else {
-                  parameters.append(py::none());
-                }
-              }
-              units.append(std::move(parameters));
-            }
-            return units;
-          },
-          py::arg("fallback"))
+      .def("finish_backward", &DedicatedModel::finishBackward, py::arg("fallback"),
+           py::call_guard<py::gil_scoped_release>())
       .def("abandon_backward", &DedicatedModel::abandonBackward,
            py::call_guard<py::gil_scoped_release>());
 }

@@ -5,6 +5,11 @@
 #include <utility>
 
 namespace dmuon::optim {
+namespace {
+
+constexpr size_t kMostInFlight = 2;
+
+}  // namespace
 
 DedicatedModel::DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units,
                                std::function<void()> gradient_outside)
@@ -13,15 +18,14 @@ DedicatedModel::DedicatedModel(std::vector<std::shared_ptr<DedicatedUnit>> units
       sync_(units_.size()) {}
 
 void DedicatedModel::attach(int64_t index, std::vector<at::Tensor> live_parameters) {
-  DedicatedUnit::Callbacks callbacks;
-  callbacks.arriving = [weak = weak_from_this()] {
+  const auto arriving = [weak = weak_from_this()] {
     auto model = weak.lock();
     if (model && !model->in_backward_ && model->gradient_outside_) model->gradient_outside_();
   };
-  callbacks.complete = [weak = weak_from_this()] {
+  const auto complete = [weak = weak_from_this()] {
     if (auto model = weak.lock()) model->launchReady();
   };
-  units_.at(index)->attach(std::move(live_parameters), std::move(callbacks));
+  units_.at(index)->attach(std::move(live_parameters), arriving, complete);
 }
 
 void DedicatedModel::beginBackward(int graph_task) {
@@ -29,41 +33,53 @@ void DedicatedModel::beginBackward(int graph_task) {
   in_backward_ = true;
   next_ = static_cast<int64_t>(units_.size()) - 1;
   sync_.assign(units_.size(), std::nullopt);
-  for (const auto& unit : units_) unit->beginBackward(graph_task);
+  for (const auto& unit : units_) unit->gradients().beginBackward(graph_task);
 }
 
 void DedicatedModel::setSync(int64_t index, const GradientSync& sync) { sync_.at(index) = sync; }
 
+void DedicatedModel::launch(int64_t index, const GradientSync& sync) {
+  auto& gradients = units_[index]->gradients();
+  if (!sync.reduce) {
+    gradients.accumulate();
+    return;
+  }
+  while (in_flight_.size() >= kMostInFlight) {
+    units_[in_flight_.front()]->gradients().settle();
+    in_flight_.pop_front();
+  }
+  gradients.reduce(sync);
+  in_flight_.push_back(index);
+}
+
 void DedicatedModel::launchReady() {
   if (!in_backward_) return;
   for (; next_ >= 0; --next_) {
-    const auto& unit = units_[next_];
-    if (!unit->trainable()) continue;
-    if (!sync_[next_] || !unit->complete()) return;
-    if (sync_[next_]->reduce) unit->reduce(*sync_[next_]);
+    const auto& gradients = units_[next_]->gradients();
+    if (!gradients.toReduce()) continue;
+    if (!sync_[next_] || !gradients.complete()) return;
+    launch(next_, *sync_[next_]);
   }
 }
 
-std::vector<std::vector<DedicatedUnit::Reduced>> DedicatedModel::finishBackward(
-    const std::vector<GradientSync>& fallback) {
+void DedicatedModel::finishBackward(const std::vector<GradientSync>& fallback) {
   TORCH_CHECK(fallback.size() == units_.size(), "dmuon: ", units_.size(), " units but ",
               fallback.size(), " gradient settings");
   for (; in_backward_ && next_ >= 0; --next_) {
-    const auto& unit = units_[next_];
-    const auto& sync = sync_[next_] ? *sync_[next_] : fallback[next_];
-    if (unit->trainable() && sync.reduce) unit->reduce(sync);
+    if (!units_[next_]->gradients().toReduce()) continue;
+    launch(next_, sync_[next_] ? *sync_[next_] : fallback[next_]);
   }
   in_backward_ = false;
-  std::vector<std::vector<DedicatedUnit::Reduced>> results(units_.size());
   for (auto i = static_cast<int64_t>(units_.size()) - 1; i >= 0; --i) {
-    results[i] = units_[i]->waitReduce();
+    auto& gradients = units_[i]->gradients();
+    if (gradients.settlingCommunicates()) gradients.settle();
   }
-  return results;
 }
 
 void DedicatedModel::abandonBackward() {
   in_backward_ = false;
-  for (const auto& unit : units_) unit->dropGradients();
+  in_flight_.clear();
+  for (const auto& unit : units_) unit->gradients().dropAll();
 }
 
 }  // namespace dmuon::optim

@@ -1,10 +1,8 @@
 #include <dmuon/optim/dedicated_unit.h>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
+#include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <chrono>
@@ -57,28 +55,11 @@ void await(const OwnerWorkPtr& work, double& seconds) {
   seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Counts one arrival per backward on its unit.
-class ArrivalHook : public torch::autograd::FunctionPostHook {
- public:
-  explicit ArrivalHook(std::function<void()> arrived) : arrived_(std::move(arrived)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    arrived_();
-    return outputs;
-  }
-
- private:
-  const std::function<void()> arrived_;
-};
-
 }  // namespace
 
 DedicatedUnit::DedicatedUnit(std::string name, std::vector<DedicatedParameter> parameters,
                              UnitChannels channels, std::optional<at::ScalarType> reduce_dtype)
-    : name_(std::move(name)),
-      parameters_(std::move(parameters)),
-      channels_(std::move(channels)),
-      reduce_dtype_(reduce_dtype) {
+    : name_(std::move(name)), parameters_(std::move(parameters)), channels_(std::move(channels)) {
   TORCH_CHECK(channels_.reduce, "dmuon: unit '", name_, "' has no channel for reductions");
   TORCH_CHECK(!parameters_.empty(), "dmuon: unit '", name_, "' has no parameters");
   slot_ = channels_.reduce->slot();
@@ -100,13 +81,19 @@ DedicatedUnit::DedicatedUnit(std::string name, std::vector<DedicatedParameter> p
                 p.rest.strides());
   }
   layOut();
+  gradients_ = std::make_shared<UnitGradients>(name_, parameters_, channels_.reduce, reduce_dtype);
 }
 
 DedicatedUnit::~DedicatedUnit() = default;
 
 bool DedicatedUnit::owns(int64_t index) const { return parameters_.at(index).owner == slot_; }
 
-bool DedicatedUnit::trainable() const { return required_ > 0; }
+UnitCounters DedicatedUnit::counters() const {
+  auto counters = counters_;
+  counters.reduces = gradients_->reductions();
+  counters.reduce_wait_s = gradients_->waitSeconds();
+  return counters;
+}
 
 // Parameters of one owner column (and row, for the publish with G = 1) lie together, each at a
 // multiple of kAlignment.
@@ -160,47 +147,18 @@ void DedicatedUnit::layOut() {
 // --- weights
 // ---------------------------------------------------------------------------------------
 
-void DedicatedUnit::attach(std::vector<at::Tensor> live_parameters, Callbacks callbacks) {
-  TORCH_CHECK(static_cast<int64_t>(live_parameters.size()) == size(), "dmuon: unit '", name_,
-              "' has ", size(), " parameters, ", live_parameters.size(), " were attached");
-  live_parameters_ = std::move(live_parameters);
-  accumulators_.clear();
-  callbacks_ = std::move(callbacks);
-  required_ = 0;
-  has_arrived_.assign(live_parameters_.size(), false);
-  // Hooks of an earlier attach stay on nodes that may still be alive; they must not count here.
-  const int64_t generation = ++generation_;
-  for (int64_t i = 0; i < size(); ++i) {
-    const auto& parameter = live_parameters_[i];
-    if (!parameter.requires_grad()) continue;
-    ++required_;
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    accumulator->add_post_hook(
-        std::make_unique<ArrivalHook>([weak = weak_from_this(), generation, i] {
-          auto unit = weak.lock();
-          if (unit && unit->generation_ == generation) unit->arrived(i);
-        }));
-    accumulators_.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
-  }
-}
-
-void DedicatedUnit::arrived(int64_t index) {
-  if (callbacks_.arriving) callbacks_.arriving();
-  nested_ = nested_ || torch::autograd::get_current_graph_task_id() != graph_task_;
-  if (!has_arrived_[index]) {
-    has_arrived_[index] = true;
-    ++arrived_;
-  }
-  if (!complete()) return;
-  // A frozen weight may still be needed for the gradient of the unit's input; then the end of the
-  // backward frees.
-  if (required_ == size()) reshard();
-  if (!nested_) {
-    if (callbacks_.complete) callbacks_.complete();
-    return;
-  }
-  has_arrived_.assign(has_arrived_.size(), false);  // the next nested backward counts anew
-  arrived_ = 0;
+void DedicatedUnit::attach(std::vector<at::Tensor> live_parameters, std::function<void()> arriving,
+                           std::function<void()> complete) {
+  UnitGradients::Callbacks callbacks;
+  callbacks.arriving = std::move(arriving);
+  callbacks.complete = std::move(complete);
+  callbacks.all_here = [weak = weak_from_this()] {
+    const auto unit = weak.lock();
+    // A frozen weight may still be needed for the gradient of the unit's input; then the end of
+    // the backward frees.
+    if (unit && unit->gradients_->required() == unit->size()) unit->reshard();
+  };
+  gradients_->attach(std::move(live_parameters), std::move(callbacks));
 }
 
 bool DedicatedUnit::stale() const {
@@ -285,166 +243,6 @@ void DedicatedUnit::publish(const std::vector<bool>& changed) {
 
 void DedicatedUnit::waitPublish() {
   if (auto work = std::exchange(publish_work_, nullptr)) await(work, counters_.publish_wait_s);
-}
-
-// --- gradients ---------------------------------------------------------------------------------
-
-void DedicatedUnit::beginBackward(int graph_task) {
-  arrived_ = 0;
-  has_arrived_.assign(has_arrived_.size(), false);
-  graph_task_ = graph_task;
-  nested_ = false;
-}
-
-std::vector<at::Tensor> DedicatedUnit::takeGradients(const std::vector<int64_t>& indices,
-                                                     std::vector<uint8_t>* flags) {
-  std::vector<at::Tensor> gradients;
-  for (int64_t i : indices) {
-    auto& gradient = live_parameters_[i].mutable_grad();
-    const auto dtype = reduce_dtype_.value_or(parameters_[i].compute_dtype);
-    flags->push_back(gradient.defined() ? 1 : 0);
-    if (gradient.defined()) {
-      TORCH_CHECK(gradient.layout() == at::kStrided, "dmuon: the gradient of '",
-                  parameters_[i].name, "' has layout ", gradient.layout(),
-                  "; dedicated parameters need dense gradients");
-      gradients.push_back(gradient.detach().to(dtype).contiguous());
-    } else {
-      gradients.push_back(at::zeros(parameters_[i].shape, live_[i].options().dtype(dtype)));
-    }
-    gradient.reset();
-  }
-  return gradients;
-}
-
-void DedicatedUnit::reduce(const GradientSync& sync) {
-  TORCH_CHECK(!reduce_, "dmuon: unit '", name_, "' is still being reduced");
-  TORCH_CHECK(!live_parameters_.empty(), "dmuon: unit '", name_, "' has no live parameters yet");
-  PendingReduce pending;
-  pending.sync = sync;
-  for (int64_t i = 0; i < size(); ++i) {
-    if (live_parameters_[i].requires_grad()) pending.indices.push_back(i);
-  }
-  if (pending.indices.empty()) return;
-
-  OwnerOptions options;
-  options.label = label("reduce");
-  auto gradients = takeGradients(pending.indices, &options.flags);
-  ++counters_.reduces;
-
-  // The direct way: both stages in one operation, into fp32 (fp64) or the wire's dtype.
-  const bool direct = pending.direct = sync.all_reduce && partial_.empty();
-  std::vector<Slot> owners;
-  for (size_t k = 0; k < pending.indices.size(); ++k) {
-    const auto& p = parameters_[pending.indices[k]];
-    const auto wire = gradients[k].scalar_type();
-    const bool receives = direct ? p.owner == slot_ : p.owner.shard == slot_.shard;
-    // Let the sum be rounded once: fp32 out of a half-precision wire where the parameter is wider.
-    const bool widen = direct && p.rest.scalar_type() != wire && wire != at::kDouble;
-    owners.push_back(p.owner);
-    pending.outputs.push_back(
-        receives ? at::empty(p.shape, gradients[k].options().dtype(widen ? at::kFloat : wire))
-                 : at::Tensor());
-  }
-  if (direct) {
-    options.divisor = sync.divisor;
-    pending.work = channels_.reduce->reduceToOwners(std::move(gradients), pending.outputs, owners,
-                                                    std::move(options));
-  } else if (const auto& shard = channels_.reduce->shard()) {
-    std::vector<int64_t> columns;
-    for (const auto& owner : owners) columns.push_back(owner.shard);
-    pending.work = shard->reduceToOwners(std::move(gradients), pending.outputs, std::move(columns),
-                                         std::move(options));
-  } else {  // one shard: this rank's gradients are the shard group's sum
-    pending.outputs = std::move(gradients);
-    pending.flags = std::move(options.flags);
-  }
-  reduce_ = std::move(pending);
-}
-
-std::vector<DedicatedUnit::Reduced> DedicatedUnit::waitReduce() {
-  if (!reduce_) return {};
-  auto pending = std::exchange(reduce_, std::nullopt);
-  if (pending->work) await(pending->work, counters_.reduce_wait_s);
-  auto flags = pending->work ? pending->work->flags() : std::move(pending->flags);
-  if (!pending->direct) {
-    addToPartial(*pending, flags);
-    if (!pending->sync.all_reduce) return {};
-    flags = reducePartial(*pending);
-  }
-
-  std::vector<Reduced> results(size());
-  for (size_t k = 0; k < pending->indices.size(); ++k) {
-    if (!flags.at(k)) continue;
-    const int64_t i = pending->indices[k];
-    const auto& p = parameters_[i];
-    results[i].participated = true;
-    results[i].local = owns(i) ? pending->outputs[k].to(p.rest.scalar_type())
-                               : at::empty(p.rest.sizes(), p.rest.options());
-  }
-  return results;
-}
-
-// Adds a shard group's sum to what earlier backwards left there.
-void DedicatedUnit::addToPartial(const PendingReduce& pending, const std::vector<uint8_t>& flags) {
-  partial_.resize(size());
-  partial_flags_.resize(size(), 0);
-  for (size_t k = 0; k < pending.indices.size(); ++k) {
-    const int64_t i = pending.indices[k];
-    partial_flags_[i] |= flags.at(k);
-    if (!pending.outputs[k].defined()) continue;
-    if (partial_[i].defined()) {
-      partial_[i].add_(pending.outputs[k]);
-    } else {
-      partial_[i] = pending.outputs[k];
-    }
-  }
-}
-
-// The second stage alone, along the columns; waits. Replaces pending's indices and outputs, and
-// returns the flags for them.
-std::vector<uint8_t> DedicatedUnit::reducePartial(PendingReduce& pending) {
-  std::vector<at::Tensor> inputs, outputs;
-  std::vector<int64_t> rows;
-  OwnerOptions options;
-  options.label = label("reduce-partial");
-  options.divisor = pending.sync.divisor;
-  options.flags = std::exchange(partial_flags_, {});
-  const auto partial = std::exchange(partial_, {});
-  pending.indices.resize(size());
-  std::iota(pending.indices.begin(), pending.indices.end(), 0);
-  pending.outputs.assign(size(), at::Tensor());
-  for (int64_t i = 0; i < size(); ++i) {
-    if (!partial[i].defined()) continue;
-    if (owns(i)) pending.outputs[i] = at::empty_like(partial[i]);
-    inputs.push_back(partial[i]);
-    outputs.push_back(pending.outputs[i]);
-    rows.push_back(parameters_[i].owner.replicate);
-  }
-  const auto& replicate = channels_.reduce->replicate();
-  if (!replicate) {
-    for (size_t k = 0; k < outputs.size(); ++k) {
-      if (outputs[k].defined()) at::div_out(outputs[k], inputs[k], options.divisor);
-    }
-    return options.flags;
-  }
-  auto work = replicate->reduceToOwners(std::move(inputs), std::move(outputs), std::move(rows),
-                                        std::move(options));
-  work->wait();
-  return work->flags();
-}
-
-void DedicatedUnit::dropGradients() {
-  if (reduce_ && reduce_->work) {
-    try {
-      reduce_->work->wait();
-    } catch (const std::exception&) {
-      // It is being forgotten; a broken group says so at the next operation.
-    }
-  }
-  reduce_.reset();
-  partial_.clear();
-  partial_flags_.clear();
-  for (const auto& parameter : live_parameters_) parameter.mutable_grad().reset();
 }
 
 }  // namespace dmuon::optim

@@ -68,7 +68,8 @@ def distribute(model: nn.Module, layout: str, **options):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+    """A copy of the whole tensor (where nothing is sharded, full_tensor() may be the tensor)."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,10 +3,12 @@
 // Which reductions run, and in which order, follows from the list of units alone: last unit first,
 // every trainable unit once per synchronised backward. A unit is launched as soon as its gradients
 // are complete and all units before it in that order have been; what is left at the end of the
-// backward is launched then, with zeros where a gradient never came.
+// backward is launched then, with zeros where a gradient never came. At most two are in flight, so
+// that a slow network doesn't pile up gradients; whoever reads a gradient waits for its unit.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -34,21 +36,22 @@ class DedicatedModel : public std::enable_shared_from_this<DedicatedModel> {
   bool inBackward() const { return in_backward_; }
   // How unit `index` is to be handled in this backward; it is not launched before this is known.
   void setSync(int64_t index, const GradientSync& sync);
-  // Launches what is left (units whose sync was not set use `fallback`) and waits for everything.
-  // One result per unit, in unit order.
-  std::vector<std::vector<DedicatedUnit::Reduced>> finishBackward(
-      const std::vector<GradientSync>& fallback);
+  // Launches what is left (units whose sync was not set use `fallback`). Reductions may still be in
+  // flight then, except those whose settling communicates.
+  void finishBackward(const std::vector<GradientSync>& fallback);
   // After an exception in backward: forgets the half-done reductions.
   void abandonBackward();
 
  private:
   void launchReady();
+  void launch(int64_t index, const GradientSync& sync);
 
   std::vector<std::shared_ptr<DedicatedUnit>> units_;
   const std::function<void()> gradient_outside_;
   std::vector<std::optional<GradientSync>> sync_;
   int64_t next_ = 0;  // the unit to launch next, counting down; -1 when all have been
   bool in_backward_ = false;
+  std::deque<int64_t> in_flight_;  // oldest first
 };
 
 }  // namespace dmuon::optim

@@ -16,6 +16,8 @@
 // per owner without packing. Writing it does not count as an in-place change for autograd: weights
 // that come back before backward have the bits that forward used.
 //
+// Its gradients are UnitGradients' business.
+//
 // Every operation below that communicates must be called in the same order on all ranks of the
 // mesh. Asynchronous ones return at once; the matching wait is idempotent. Not thread-safe, but the
 // gradient hooks may run on autograd's thread. None of it needs Python's GIL.
@@ -31,16 +33,10 @@
 #include <vector>
 
 #include <dmuon/backend/mesh_owner_collectives.h>
+#include <dmuon/optim/dedicated_parameter.h>
+#include <dmuon/optim/unit_gradients.h>
 
 namespace dmuon::optim {
-
-struct DedicatedParameter {
-  std::string name;
-  std::vector<int64_t> shape;
-  Slot owner;
-  at::Tensor rest;  // see above
-  at::ScalarType compute_dtype = at::kFloat;
-};
 
 // One channel per role, so that no role's order depends on another's.
 struct UnitChannels {
@@ -58,13 +54,6 @@ struct UnitCounters {
   double unshard_wait_s = 0, publish_wait_s = 0, reduce_wait_s = 0;
 };
 
-// How the gradients of one backward are handled; FSDP2's switches of the same names.
-struct GradientSync {
-  bool reduce = true;      // requires_gradient_sync
-  bool all_reduce = true;  // requires_all_reduce; false: sum inside the shard group only, and keep
-  double divisor = 1.0;    // of the sum over the mesh
-};
-
 class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
  public:
   DedicatedUnit(std::string name, std::vector<DedicatedParameter> parameters, UnitChannels channels,
@@ -76,22 +65,17 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   const std::string& name() const { return name_; }
   int64_t size() const { return static_cast<int64_t>(parameters_.size()); }
   bool owns(int64_t index) const;
-  const UnitCounters& counters() const { return counters_; }
+  UnitCounters counters() const;
   int64_t unshardedBytes() const { return flat_bytes_; }
 
   // --- weights ---------------------------------------------------------------------------------
   // The live tensors, to be wrapped as the module's parameters while unsharded.
   std::vector<at::Tensor> live() const { return live_; }
-  struct Callbacks {
-    // A gradient arrived; called before it is counted, from autograd's thread.
-    std::function<void()> arriving;
-    // All gradients of this backward are there.
-    std::function<void()> complete;
-  };
-  // Those wrapped tensors: gradients will appear on them. Hooks count them per backward; once all
-  // that require a gradient have theirs, the unit reshards (if none is frozen) and calls
-  // `complete`.
-  void attach(std::vector<at::Tensor> live_parameters, Callbacks callbacks);
+  // Those wrapped tensors: gradients will appear on them. Once all that require a gradient have
+  // theirs, the unit reshards (if none is frozen). `arriving` and `complete` as in UnitGradients.
+  void attach(std::vector<at::Tensor> live_parameters, std::function<void()> arriving,
+              std::function<void()> complete);
+  UnitGradients& gradients() { return *gradients_; }
 
   bool unsharded() const { return unsharded_; }
   // Starts it. With `refresh`, as before a forward, publishes first if a rest tensor was changed
@@ -107,53 +91,15 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   void publish(const std::vector<bool>& changed);
   void waitPublish();
 
-  // --- gradients -------------------------------------------------------------------------------
-  // All gradients of this backward have arrived (true also if none is required).
-  bool complete() const { return arrived_ >= required_; }
-  bool trainable() const;  // some live parameter requires a gradient
-  // Resets the count. `graph_task`: autograd's number of this backward. Gradients that arrive in
-  // another one, inside it (re-entrant checkpointing), may not be the last: then the unit reshards
-  // when it can, but never calls `complete`.
-  void beginBackward(int graph_task);
-
-  // Starts summing the gradients onto their owners and takes them off the live parameters. A rank
-  // without a gradient contributes zeros.
-  void reduce(const GradientSync& sync);
-  bool reducing() const { return reduce_.has_value(); }
-
-  struct Reduced {
-    bool participated = false;  // some rank had a gradient since the last complete reduction
-    at::Tensor local;           // like the parameter's rest tensor; undefined if not participated
-  };
-  // Waits; empty if nothing was being reduced, or if the sum stays inside the shard groups for now.
-  std::vector<Reduced> waitReduce();
-  // Forgets gradients that are pending in whatever form.
-  void dropGradients();
-
  private:
-  struct PendingReduce {
-    GradientSync sync;
-    bool direct = true;            // both stages in one operation
-    std::vector<int64_t> indices;  // the trainable parameters
-    std::vector<at::Tensor> outputs;
-    std::vector<uint8_t> flags;  // this rank's, if there is no work
-    OwnerWorkPtr work;
-  };
-
   void layOut();
-  void arrived(int64_t index);
   void refreshColumns(const std::vector<bool>& changed);
-  std::vector<at::Tensor> takeGradients(const std::vector<int64_t>& indices,
-                                        std::vector<uint8_t>* flags);
-  void addToPartial(const PendingReduce& pending, const std::vector<uint8_t>& flags);
-  std::vector<uint8_t> reducePartial(PendingReduce& pending);
   bool inColumn(int64_t index) const { return parameters_[index].owner.shard == slot_.shard; }
   std::string label(const char* what) const { return name_ + ":" + what; }
 
   const std::string name_;
   std::vector<DedicatedParameter> parameters_;
   UnitChannels channels_;
-  const std::optional<at::ScalarType> reduce_dtype_;
   Slot slot_;
   int64_t replicate_size_ = 1, shard_size_ = 1;
 
@@ -167,19 +113,7 @@ class DedicatedUnit : public std::enable_shared_from_this<DedicatedUnit> {
   bool unsharded_ = false;
   OwnerWorkPtr unshard_work_, publish_work_;
 
-  std::vector<at::Tensor> live_parameters_;
-  // Autograd's accumulation nodes, which carry the hooks; a smart pointer whose type changed
-  // between torch versions, so held without its type.
-  std::vector<std::shared_ptr<void>> accumulators_;
-  Callbacks callbacks_;
-  std::vector<bool> has_arrived_;
-  int64_t arrived_ = 0, required_ = 0, generation_ = 0;
-  int graph_task_ = -1;
-  bool nested_ = false;  // a gradient came from another graph task in this backward
-  std::optional<PendingReduce> reduce_;
-  // Shard-group sums that still lack the other replicas', by parameter; empty if there are none.
-  std::vector<at::Tensor> partial_;
-  std::vector<uint8_t> partial_flags_;
+  std::shared_ptr<UnitGradients> gradients_;
   UnitCounters counters_;
 };
 
