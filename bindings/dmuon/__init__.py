@@ -32,6 +32,7 @@ from ._collectives import broadcast_from_owners, reduce_to_owners
 from ._convert import ema_momentum
 from ._dedicate import dedicate_params, dedicate_params_ddp, no_sync
 from ._engine import newton_schulz
+from ._forward_method import register_forward_method
 from ._full_params import full_params
 from ._muon import Muon
 from ._owned_tensor import OwnedTensor
@@ -66,5 +67,6 @@ __all__ = [
     "newton_schulz",
     "no_sync",
     "reduce_to_owners",
+    "register_forward_method",
     "stats",
 ]

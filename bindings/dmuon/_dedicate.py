@@ -30,7 +30,7 @@ def dedicate_params(
     mesh: DeviceMesh,
     predicate: Predicate | None = None,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | BoundaryPredicate = True,
     hook_boundary_predicate: BoundaryPredicate | None = None,
     hook_boundary_strict: bool = True,
     mp_policy: Any = None,
@@ -52,7 +52,8 @@ def dedicate_params(
             Default: 2-D weights inside the blocks of a ModuleList, ModuleDict or Sequential, except
             embeddings (and what is tied to one), heads, routers and gates.
         reshard_after_forward: True (ZeRO-3): free the whole weights after forward and bring them
-            back for backward. False (ZeRO-2): keep them until after backward.
+            back for backward. False (ZeRO-2): keep them until after backward. Or for each unit:
+            ``reshard_after_forward(name, module) -> bool``, of its block.
         hook_boundary_predicate: ``predicate(name, module) -> bool``; the nearest module, upwards
             from the one that holds a parameter, becomes its unit. Default: the nearest ancestor
             that is an element of a container.
@@ -88,7 +89,7 @@ def _dedicate(
     mesh: DeviceMesh,
     predicate: Predicate | None,
     for_ddp: bool,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | BoundaryPredicate = True,
     hook_boundary_predicate: BoundaryPredicate | None = None,
     hook_boundary_strict: bool = True,
     mp_policy: Any = None,
@@ -110,6 +111,7 @@ def _dedicate(
     for name in named:
         unit = unit_of(model, name, hook_boundary_predicate, hook_boundary_strict)
         units.setdefault(unit, []).append(name)
+    reshards = {unit: _reshards(reshard_after_forward, model, unit) for unit in units}
     plan = _C.OwnershipPlan(
         [
             (name, unit, list(named[name].shape), named[name].numel() * named[name].element_size())
@@ -127,7 +129,7 @@ def _dedicate(
             [
                 plan.canonical_text,
                 f"units {list(units)}",
-                f"reshard_after_forward {reshard_after_forward}, prefetch {prefetch}",
+                f"reshard_after_forward {list(reshards.values())}, prefetch {prefetch}",
                 *(f"{name} {p.dtype}" for name, p in sorted(named.items())),
             ]
         ),
@@ -146,8 +148,7 @@ def _dedicate(
             model,
             view,
             plan,
-            list(entries.items()),
-            reshard_after_forward=reshard_after_forward,
+            [(unit, listed, reshards[unit]) for unit, listed in entries.items()],
             mp_policy=mp_policy,
             prefetch=prefetch,
         )
@@ -218,14 +219,27 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def _check_options(reshard: Any, prefetch: Any, cost: str, process_groups: str) -> None:
-    if not isinstance(reshard, bool):
-        raise ValueError(f"dmuon: reshard_after_forward must be True or False, got {reshard!r}")
+    if not isinstance(reshard, bool) and not callable(reshard):
+        raise ValueError(
+            "dmuon: reshard_after_forward must be True, False or a function of a unit's name and "
+            f"block, got {reshard!r}"
+        )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"dmuon: prefetch must be a number of units from 0 on, got {prefetch!r}")
     if cost not in _COSTS:
         raise ValueError(f"dmuon: cost must be one of {_COSTS}, got {cost!r}")
     if process_groups != "isolated":
         raise ValueError(f'dmuon: process_groups must be "isolated", got {process_groups!r}')
+
+
+def _reshards(given: bool | BoundaryPredicate, model: nn.Module, unit: str) -> bool:
+    answer = given if isinstance(given, bool) else given(unit, model.get_submodule(unit))
+    if not isinstance(answer, bool):
+        raise ValueError(
+            f"dmuon: reshard_after_forward must say True or False, got {answer!r} for unit "
+            f"{unit or '<model>'!r}"
+        )
+    return answer
 
 
 Chosen = list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]

@@ -470,6 +470,7 @@ class _WholeView(DTensor):
                     f"dmuon: {func} would write to a view of a parameter that rests on its "
                     "owner, and be lost; compute on p.full_tensor() and p.copy_() the result"
                 )
+        _refuse_mixture(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if any(r.alias_info is not None for r in func._schema.returns):
             result = tree_map(_read_only, result)
@@ -498,7 +499,7 @@ def _refuse_mixture(func: Any, args: tuple[Any, ...]) -> None:
         isinstance(v, torch.Tensor) and not isinstance(v, DTensor) and v.ndim > 0 for v in values
     )
     if plain:
-        owned = next(v for v in values if isinstance(v, OwnedTensor))
+        owned = next(v for v in values if isinstance(v, (OwnedTensor, _WholeView)))
         raise RuntimeError(
             f"dmuon: {func} mixes an ordinary tensor with a dedicated parameter of shape "
             f"{tuple(owned.shape)} at rest. If this is in a forward, the weight was read where no "

@@ -30,6 +30,7 @@ from ._owned_tensor import OwnedTensor, plain_grad, set_plain_grad
 from ._prefetch import Prefetch
 
 _RUNTIMES = "_dmuon_runtimes"
+_UNITS = "_dmuon_units"
 _ORDER = (
     "the order is: dmuon.dedicate_params(model, mesh, ...), then fully_shard or "
     "DistributedDataParallel, then dmuon.Muon(model, ...)"
@@ -352,9 +353,8 @@ class Runtime:
         model: nn.Module,
         view: MeshView,
         plan: _C.OwnershipPlan,
-        units: list[tuple[str, list[Entry]]],
+        units: list[tuple[str, list[Entry], bool]],
         *,
-        reshard_after_forward: bool,
         mp_policy: Any,
         prefetch: int,
     ) -> None:
@@ -367,8 +367,8 @@ class Runtime:
         self.unshard_channel = view.channel("unshard")
         self.publish_channel = view.channel("publish")
         self.units = [
-            Unit(self, i, name, entries, reshard_after_forward)
-            for i, (name, entries) in enumerate(units)
+            Unit(self, i, name, entries, reshard)
+            for i, (name, entries, reshard) in enumerate(units)
         ]
         self.core: _C.DedicatedModel
         self.bound = False
@@ -394,6 +394,7 @@ class Runtime:
         for unit in self.units:
             holders = [module for entry in unit.entries for module, _ in entry.places]
             for module in self._between(unit.name, holders):
+                module.__dict__.setdefault(_UNITS, []).append(unit)
                 module.register_forward_pre_hook(unit.pre_forward, with_kwargs=True)
                 module.register_forward_hook(unit.post_forward, always_call=True)
         # The outermost output, so that the end of the backward is the end of the outer one even
@@ -580,6 +581,12 @@ def own_gradient(rest: Any) -> OwnedTensor:
 def runtimes_of(model: nn.Module) -> list[Runtime]:
     """All runtimes in a model, also where a submodule was dedicated by itself."""
     return [r for module in model.modules() for r in module.__dict__.get(_RUNTIMES, [])]
+
+
+def units_at(module: nn.Module) -> list[Unit]:
+    """The units that a forward of ``module`` enters."""
+    units: list[Unit] = module.__dict__.get(_UNITS, [])
+    return units
 
 
 def register_pre_backward(output: Any, hook: Any) -> bool:
