@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,7 @@ from . import _C
 from ._blocks import check_used, resolve_group
 from ._clip import clip_grad_norm_
 from ._gradients import local_gradient, nonfinite
+from ._muon_batches import Batch, Row, rows_by_unit
 from ._muon_groups import check_gradient, check_parameter, split_model
 from ._muon_options import (
     MOMENTUM_DTYPES,
@@ -35,9 +35,6 @@ from ._runtime import Runtime, Unit, runtimes_of
 UpdateHook = Callable[["Muon"], None]
 
 _NONFINITE = ("skip", "raise", "ignore")
-# An update takes at least so many elements at once, if they are there: on a GPU it goes through
-# matrices of equal shapes together.
-_ELEMENTS_AT_ONCE = 1 << 20
 
 
 class Muon(torch.optim.Optimizer):
@@ -276,18 +273,17 @@ class Muon(torch.optim.Optimizer):
             self.skipped_steps += 1
             return loss
         updated: set[int] = set()
-        first = 0
+        early = self.replicate_async and not self._update_hooks
+        self._step_muon(updated, early)
         for group in self.param_groups:
-            if group["algorithm"] == "muon":
-                self._step_muon(group, first, updated)
-            else:
+            if group["algorithm"] == "adamw":
                 self._step_adamw(group)
-            first += len(group["params"])
         for hook in list(self._update_hooks.values()):
             hook(self)
         for runtime in self._runtimes:
             runtime.steps += 1
-            runtime.publish(updated, wait=not self.replicate_async)
+            if not early:
+                runtime.publish(updated, wait=not self.replicate_async)
         return loss
 
     def _found_nonfinite(self) -> bool:
@@ -313,29 +309,33 @@ class Muon(torch.optim.Optimizer):
             )
         return True
 
-    def _step_muon(self, group: dict[str, Any], first: int, updated: set[int]) -> None:
-        """``first``: the index of the group's first parameter in the optimizer."""
-        batch = _Batch()
-        for rows in _by_unit(group["params"]):
-            for i, p in rows:
-                gradient = local_gradient(p)
-                if gradient is not None:
-                    updated.add(id(p))
-                    self._add(batch, group, first, i, p, gradient)
-            if batch.elements >= _ELEMENTS_AT_ONCE:
-                self._update(batch, group)
-                batch = _Batch()
-        self._update(batch, group)
+    def _step_muon(self, updated: set[int], early: bool) -> None:
+        """Adds the ``id`` of what is updated to ``updated``; publishes units at once if ``early``,
+        so that they travel while others are orthogonalized."""
+        batches: dict[int, tuple[dict[str, Any], Batch]] = {}
+        done: list[Unit] = []
+        for unit, rows in rows_by_unit(self.param_groups):
+            for row in rows:
+                gradient = local_gradient(row.p)
+                if gradient is None:
+                    continue
+                updated.add(id(row.p))
+                _, batch = batches.setdefault(id(row.group), (row.group, Batch()))
+                self._add(batch, row, gradient)
+            if unit is not None:
+                done.append(unit)
+            waiting = [batch for _, batch in batches.values() if batch.weights]
+            if waiting and not any(batch.worth_while for batch in waiting):
+                continue
+            self._update(batches)
+            if early:
+                _publish(done, updated)
+        self._update(batches)
+        if early:
+            _publish(done, updated)
 
-    def _add(
-        self,
-        batch: _Batch,
-        group: dict[str, Any],
-        first: int,
-        i: int,
-        p: torch.Tensor,
-        gradient: torch.Tensor,
-    ) -> None:
+    def _add(self, batch: Batch, row: Row, gradient: torch.Tensor) -> None:
+        p, group = row.p, row.group
         state = self.state[p]
         rounded = "step" in state
         if rounded:
@@ -346,31 +346,32 @@ class Muon(torch.optim.Optimizer):
         weight = self._weight(p)
         if "master" in state:
             batch.halves.append((p, local, weight))
-        batch.elements += local.numel()
         batch.weights.append(weight)
         batch.gradients.append(gradient)
         batch.momenta.append(local_part(state["momentum_buffer"]))
-        blocks = _blocks(group, i)
+        blocks = _blocks(group, row.index)
         batch.blocks.append(blocks)
         if group["variant"] != "none":
             batch.moments.append(local_part(state["second_momentum_buffer"]))
         if rounded:
-            batch.streams.append((first + i, int(state["step"])))
+            batch.streams.append((row.number, int(state["step"])))
         for runtime in _runtimes_behind([p]):
             stacked = p.shape[0] if p.ndim == 3 else 1
             runtime.orthogonalized += stacked * (len(blocks[1]) if blocks else 1)
 
-    def _update(self, batch: _Batch, group: dict[str, Any]) -> None:
-        if not batch.weights:
-            return
-        _C.muon_update(
-            batch.weights, batch.gradients, batch.momenta, muon_hyper(group, self._configs),
-            second_moments=batch.moments, blocks=batch.blocks, streams=batch.streams,
-            workspace=self._workspace,
-        )  # fmt: skip
-        for p, local, master in batch.halves:
-            local.copy_(master)
-            self._master_versions[id(p)] = local._version
+    def _update(self, batches: dict[int, tuple[dict[str, Any], Batch]]) -> None:
+        for group, batch in batches.values():
+            if not batch.weights:
+                continue
+            _C.muon_update(
+                batch.weights, batch.gradients, batch.momenta, muon_hyper(group, self._configs),
+                second_moments=batch.moments, blocks=batch.blocks, streams=batch.streams,
+                workspace=self._workspace,
+            )  # fmt: skip
+            for p, local, master in batch.halves:
+                local.copy_(master)
+                self._master_versions[id(p)] = local._version
+        batches.clear()
 
     def _weight(self, p: torch.Tensor) -> torch.Tensor:
         """What the update changes on this rank: the fp32 master, or the parameter itself."""
@@ -514,30 +515,10 @@ class Muon(torch.optim.Optimizer):
                 self._master_versions[id(p)] = local_part(p)._version
 
 
-@dataclasses.dataclass
-class _Batch:
-    """What one call of the update takes; lists of equal length, or empty where not needed."""
-
-    elements: int = 0
-    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    gradients: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    momenta: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    moments: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    blocks: list[Any] = dataclasses.field(default_factory=list)
-    streams: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    #: Of half-precision parameters: the parameter, its local part, its master.
-    halves: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = dataclasses.field(
-        default_factory=list
-    )
-
-
-def _by_unit(params: list[torch.Tensor]) -> list[list[tuple[int, torch.Tensor]]]:
-    """(index, parameter), unit by unit in the order in which their gradients arrive."""
-    rows: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    for i, p in enumerate(params):
-        source = p._gradient_source()[0] if isinstance(p, OwnedTensor) else None
-        rows.setdefault(source.index if isinstance(source, Unit) else -1, []).append((i, p))
-    return [rows[unit] for unit in sorted(rows, reverse=True)]
+def _publish(units: list[Unit], updated: set[int]) -> None:
+    for unit in units:
+        unit.publish(updated)
+    units.clear()
 
 
 def _runtimes_behind(params: Iterable[torch.Tensor]) -> Iterator[Runtime]:

@@ -195,6 +195,15 @@ class Unit:
         if self.reshard_after_forward and not (self.depth or self.in_backward or self.held):
             self.core.reshard()
 
+    def publish(self, changed: set[int]) -> None:
+        """Starts to bring the parameters whose ``id`` is in ``changed`` to all replicas.
+
+        Whoever reads the unit's weights first waits for it.
+        """
+        flags = [id(rest) in changed for rest in self.rests]
+        self.version += any(flags)
+        self.core.publish(flags)
+
     # --- between steps -----------------------------------------------------------------------
 
     def hold(self) -> None:
@@ -522,21 +531,16 @@ class Runtime:
         self.prefetch.begin()
 
     def check_step(self) -> None:
+        self.repair()
         if any(unit.held for unit in self.units):
             raise RuntimeError(
                 "dmuon: optimizer.step() inside full_params: the weights would change under it"
             )
 
     def publish(self, changed: set[int], wait: bool) -> None:
-        """After a step: brings the parameters whose ``id`` is in ``changed`` to all replicas.
-
-        Without ``wait``, whoever reads a unit's weights first waits for its own.
-        """
-        self.repair()
+        """``Unit.publish`` of all units, in forward order; waits for them if asked to."""
         for unit in self.units:
-            flags = [id(rest) in changed for rest in unit.rests]
-            unit.version += any(flags)
-            unit.core.publish(flags)
+            unit.publish(changed)
         if wait:
             self.wait_publish()
 
