@@ -50,3 +50,15 @@ def test_stochastic_rounding_has_the_bits_of_the_cpu(size):
         here = _C.round_stochastically(x, seed, parameter, step)
         there = _C.round_stochastically(x.cuda(), seed, parameter, step)
         assert torch.equal(there.cpu(), here)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_is_found_and_none_is_changed(dtype):
+    good = [torch.randn(300, 70, device="cuda").to(dtype) for _ in range(3)]
+    kept = [g.clone() for g in good]
+    assert _C.all_finite([*good, torch.ones(3)])
+    assert all(torch.equal(g, k) for g, k in zip(good, kept))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        bad = good[1].clone()
+        bad[299, 69] = value
+        assert not _C.all_finite([good[0], bad, good[2]])
