@@ -68,7 +68,9 @@ def unit_of(
     """The name of the module whose unit parameter ``name`` belongs to.
 
     Without a predicate: the nearest ancestor of the module that holds the parameter which is an
-    element of a container; failing that the holder itself. With one: the nearest module, the holder
+    element of a container; failing that the holder itself. Not a single expert: which experts run
+    differs between ranks, and all ranks must bring a unit's weights; then the block around them, or
+    the module that holds the experts. With one: the nearest module, the holder
     included, for which ``predicate(name, module)`` is true; failing that the holder, or a
     ValueError if ``strict``.
     """
@@ -78,7 +80,11 @@ def unit_of(
         holder = parent  # it reads out_proj.weight itself and never calls out_proj
     chain = ancestors(model, holder)
     if predicate is None:
-        return next((n for n, _ in chain[1:] if is_block(model, n)), holder)
+        blocks = [n for n, _ in chain[1:] if is_block(model, n)]
+        shared = [n for n in blocks if not _is_expert(n)]
+        # Without any block around: the module that has the list of experts.
+        outside = blocks[-1].rpartition(".")[0].rpartition(".")[0] if blocks else holder
+        return shared[0] if shared else outside
     for candidate, module in chain:
         if predicate(candidate, module):
             return candidate
@@ -90,6 +96,11 @@ def unit_of(
             "the parameter"
         )
     return holder
+
+
+def _is_expert(path: str) -> bool:
+    container = path.rpartition(".")[0].rpartition(".")[2]
+    return "expert" in container.lower()
 
 
 def _describe(predicate: Any) -> str:

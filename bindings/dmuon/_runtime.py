@@ -80,9 +80,9 @@ class Unit:
         self.version = 0  # of the weights; a backward must meet the one its forward used
         self._locals: list[torch.Tensor] = []
         self._trainable: tuple[bool, ...] = ()
-        self._open_inputs = (
-            0  # inputs whose gradients are still to come, if some weights are frozen
-        )
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        # Since the last step, a forward went through it whose backward cannot be followed.
+        self._unwatched = False
         self._cast: torch.dtype | None = None
         self._output: torch.dtype | None = None
 
@@ -170,7 +170,7 @@ class Unit:
             if not self.in_backward and not self.runtime.core.in_backward:
                 self.runtime.prefetch.entered("forward", self)
             _C.install(self.slots, live=True)
-            if torch.is_grad_enabled() and not all(self._trainable):
+            if not self.in_backward:
                 self.watch_inputs((args, kwargs))
         if self.depth == 1 and self._cast is not None:
             return _cast(args, self._cast), _cast(kwargs, self._cast)
@@ -200,6 +200,7 @@ class Unit:
 
         Whoever reads the unit's weights first waits for it.
         """
+        self._unwatched = False  # no backward through earlier weights will come
         flags = [id(rest) in changed for rest in self.rests]
         self.version += any(flags)
         self.core.publish(flags)
@@ -276,20 +277,27 @@ class Unit:
         self.runtime.core.set_sync(self.index, self.sync())
 
     def watch_inputs(self, inputs: Any) -> None:
-        """Frees a partly frozen unit once the gradients of its inputs are there.
+        """Notes when a backward has left the unit behind, though some gradients may never come.
 
-        Where every weight is trained, the unit's own gradients say when it is no longer needed.
+        Autograd's nodes run from the youngest to the oldest of a device: once it comes to those
+        that made the inputs, it has gone through all that was made of them.
         """
+        leaves = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        device = self.rests[0].device
+        followed = all(not x.is_leaf and x.device == device for x in leaves)
+        if not leaves or not followed or not torch.is_grad_enabled():
+            self._unwatched = True  # without gradients: perhaps of a checkpoint, so one may follow
+            return
+        call = _Call(len(leaves))
+        self._calls.add(call)
 
         def arrived(_: torch.Tensor) -> None:
-            self._open_inputs -= 1
-            if self._open_inputs == 0 and self.in_backward and self.core.complete:
-                self.core.reshard()
+            call.left -= 1
+            if self.in_backward and not self._unwatched and all(c.left == 0 for c in self._calls):
+                self.runtime.core.unit_passed(self.index)
 
-        for leaf in tree_leaves(inputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(arrived)
-                self._open_inputs += 1
+        for leaf in leaves:
+            leaf.register_hook(arrived)
 
     def sync(self) -> _C.GradientSync:
         """The gradient switches in force: dmuon.no_sync's, and the enclosing FSDP2 module's."""
@@ -302,7 +310,8 @@ class Unit:
 
     def end_backward(self) -> None:
         self.in_backward = self.awaited = False
-        self._open_inputs = 0
+        for call in self._calls:  # whose graphs were retained
+            call.left = call.inputs
         if self.depth == 0:
             _C.install(self.slots, live=False)
             self.core.reshard()
@@ -553,6 +562,13 @@ class Runtime:
         self.wait_publish()
         for unit in self.units if self.bound else ():
             unit.core.settle()
+
+
+class _Call:
+    """A forward through a unit: lives as long as its graph."""
+
+    def __init__(self, inputs: int) -> None:
+        self.inputs = self.left = inputs
 
 
 class _Token:

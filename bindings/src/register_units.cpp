@@ -121,6 +121,8 @@ void registerModel(py::module_& m) {
       .def("begin_backward", &DedicatedModel::beginBackward, py::arg("graph_task"))
       .def_property_readonly("in_backward", &DedicatedModel::inBackward)
       .def("set_sync", &DedicatedModel::setSync, py::arg("index"), py::arg("sync"))
+      .def("unit_passed", &DedicatedModel::pass, py::arg("index"),
+           py::call_guard<py::gil_scoped_release>())
       .def("finish_backward", &DedicatedModel::finishBackward, py::arg("fallback"),
            py::call_guard<py::gil_scoped_release>())
       .def("abandon_backward", &DedicatedModel::abandonBackward,

@@ -62,6 +62,13 @@ void DedicatedModel::launchReady() {
   }
 }
 
+void DedicatedModel::pass(int64_t index) {
+  if (!in_backward_) return;
+  units_.at(index)->gradients().pass();
+  units_[index]->reshard();
+  launchReady();
+}
+
 void DedicatedModel::finishBackward(const std::vector<GradientSync>& fallback) {
   TORCH_CHECK(fallback.size() == units_.size(), "dmuon: ", units_.size(), " units but ",
               fallback.size(), " gradient settings");

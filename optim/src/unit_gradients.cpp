@@ -91,6 +91,10 @@ void UnitGradients::attach(std::vector<at::Tensor> live_parameters, Callbacks ca
 
 void UnitGradients::arrived(int64_t index) {
   if (callbacks_.arriving) callbacks_.arriving();
+  TORCH_CHECK(!launched_, "dmuon: a gradient of '", parameters_[index].name, "' came after unit '",
+              unit_,
+              "' had been reduced: backward came back to a unit whose input gradients it had "
+              "computed already");
   nested_ = nested_ || torch::autograd::get_current_graph_task_id() != graph_task_;
   if (!has_arrived_[index]) {
     has_arrived_[index] = true;
@@ -110,7 +114,7 @@ void UnitGradients::beginBackward(int graph_task) {
   arrived_ = 0;
   has_arrived_.assign(has_arrived_.size(), false);
   graph_task_ = graph_task;
-  nested_ = false;
+  nested_ = passed_ = launched_ = false;
   for (size_t i = 0; i < live_parameters_.size(); ++i) {
     open_[i] = open_[i] || live_parameters_[i].requires_grad();
   }
@@ -149,6 +153,7 @@ void UnitGradients::accumulate() {
 void UnitGradients::reduce(const GradientSync& sync) {
   TORCH_CHECK(!live_parameters_.empty(), "dmuon: unit '", unit_, "' has no live parameters yet");
   settle();
+  launched_ = true;
   Pending pending;
   pending.sync = sync;
   for (int64_t i = 0; i < size(); ++i) {

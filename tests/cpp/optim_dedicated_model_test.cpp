@@ -161,6 +161,21 @@ TEST(DedicatedModel, a_unit_that_backward_never_reached_contributes_zeros) {
   EXPECT_TRUE(s.reduced(0, 1));
 }
 
+TEST(DedicatedModel, a_unit_that_backward_has_passed_holds_up_no_other) {
+  Scene s(2);
+  s.sync = {};
+  s.begin();
+  s.all[1]->unshard(false);
+  torch::autograd::backward({s.live[1][0].sum()}, {});  // the other never gets one
+  EXPECT_TRUE(s.fake->reductions.empty());
+  s.model->pass(1);
+  EXPECT_EQ(s.fake->labels(), (Labels{"u1:reduce"}));
+  EXPECT_FALSE(s.all[1]->unsharded());
+  s.all[1]->unshard(false);
+  const auto late = s.live[1][1].sum();
+  EXPECT_THROW(torch::autograd::backward({late}, {}), c10::Error);
+}
+
 TEST(DedicatedModel, has_at_most_two_reductions_in_flight) {
   Scene s(6);
   s.backward({5, 4, 3, 2, 1, 0}, 1);

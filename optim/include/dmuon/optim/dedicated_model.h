@@ -36,6 +36,8 @@ class DedicatedModel : public std::enable_shared_from_this<DedicatedModel> {
   bool inBackward() const { return in_backward_; }
   // How unit `index` is to be handled in this backward; it is not launched before this is known.
   void setSync(int64_t index, const GradientSync& sync);
+  // The backward has left unit `index` behind; its weights are freed.
+  void pass(int64_t index);
   // Launches what is left (units whose sync was not set use `fallback`). Reductions may still be in
   // flight then, except those whose settling communicates.
   void finishBackward(const std::vector<GradientSync>& fallback);

@@ -53,7 +53,11 @@ class UnitGradients : public std::enable_shared_from_this<UnitGradients> {
   // Counts anew. `graph_task`: autograd's number of this backward. Gradients that arrive in another
   // one, inside it (re-entrant checkpointing), may not be the last: then `complete` never comes.
   void beginBackward(int graph_task);
-  bool complete() const { return arrived_ >= required_; }
+  // Nothing more will arrive in this backward: all that is required is here, or pass() said so.
+  bool complete() const { return passed_ || arrived_ >= required_; }
+  // The backward has left the unit behind: what has not arrived will not. A gradient that does all
+  // the same is an error where it arrives, if the unit has been reduced.
+  void pass() { passed_ = true; }
   int64_t required() const { return required_; }
   // Something is to be reduced at the end of this backward: a parameter requires a gradient, or did
   // when one was accumulated. The same on all ranks where requires_grad is.
@@ -115,6 +119,7 @@ class UnitGradients : public std::enable_shared_from_this<UnitGradients> {
   std::vector<bool> has_arrived_;
   int64_t arrived_ = 0, required_ = 0, generation_ = 0;
   int graph_task_ = -1;
+  bool passed_ = false, launched_ = false;  // in this backward
   bool nested_ = false;  // a gradient came from another graph task in this backward
 
   std::vector<bool> open_;  // required a gradient in a backward since the last reduction
