@@ -319,7 +319,10 @@ class Muon(torch.optim.Optimizer):
             return local.detach()
         master = local_part(self.state[p]["master"])
         if local._version != self._master_versions.get(id(p)):
-            master.copy_(local)  # loaded or changed from outside since the last step
+            # Loaded or changed from outside since the last step. What is its rounding still stays:
+            # a checkpoint's weights may be loaded after its masters.
+            changed = master.to(local.dtype) != local
+            master.copy_(torch.where(changed, local, master))
         return master
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
