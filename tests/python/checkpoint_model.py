@@ -1,4 +1,4 @@
-"""A model whose gradients are small integers whatever its weights: the same bits on every layout."""
+"""A model whose gradients are small integers, so that all layouts compute the same bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Block(nn.Module):
 
 
 class Additive(nn.Module):
-    """Affine maps of the input side by side, a table with a row count that no mesh divides, one
-    weight under two names, a buffer that training changes, and one that is not saved."""
+    """Affine maps of the input side by side, two of them with one weight, whose row count no mesh
+    divides, a buffer that training changes, and one that is not saved."""
 
     def __init__(self, rows=(8, 5, 14), halves=()):
         super().__init__()
@@ -31,7 +31,8 @@ class Additive(nn.Module):
         self.layers = nn.ModuleList(Block(n) for n in rows)
         for i in halves:
             self.layers[i].bfloat16()
-        self.again = self.table
+        self.tied = nn.Linear(6, 14)
+        self.tied.weight = self.table.weight
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
@@ -39,7 +40,7 @@ class Additive(nn.Module):
         if self.training:
             self.seen += 1
         outputs = [layer(x.to(layer.up_proj.weight.dtype)) for layer in self.layers]
-        return torch.cat([*outputs, self.table(x)], dim=1).float()
+        return torch.cat([*outputs, self.table(x), self.tied(x)], dim=1).float()
 
 
 def batch(step, rank, ranks, columns):

@@ -47,7 +47,7 @@ def save(rank, ranks, folder):
 
 
 def load(rank, ranks, folder):
-    """Every checkpoint into every layout of so many ranks: values after the load, and 5 steps on."""
+    """Every checkpoint into every layout of so many ranks: values after the load and 5 steps on."""
     results = {}
     for name in on(ranks):
         for source in LAYOUTS:
