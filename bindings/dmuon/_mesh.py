@@ -66,6 +66,9 @@ class MeshView:
             self.replicate_group, self.shard_group, self.device_type, role
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshView:
+        return self  # a copy of a tensor rests on the same mesh
+
     def coordinates(self, slot: tuple[int, int]) -> tuple[int, ...]:
         """A slot as a coordinate of the mesh: without the replicate part if it is 1-D."""
         return slot[2 - self.mesh.ndim :]

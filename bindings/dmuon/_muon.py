@@ -19,6 +19,7 @@ from ._clip import clip_grad_norm_
 from ._gradients import local_gradient, nonfinite
 from ._muon_batches import Batch, Row, rows_by_unit
 from ._muon_groups import check_gradient, check_parameter, split_model
+from ._muon_load import check_state, copy_state, take_options
 from ._muon_options import (
     MOMENTUM_DTYPES,
     NS_DTYPES,
@@ -380,7 +381,10 @@ class Muon(torch.optim.Optimizer):
             return local.detach()
         master = local_part(self.state[p]["master"])
         if local._version != self._master_versions.get(id(p)):
-            master.copy_(local)  # loaded or changed from outside since the last step
+            # Loaded or changed from outside since the last step. What is its rounding still stays:
+            # a checkpoint's weights may be loaded after its masters.
+            changed = master.to(local.dtype) != local
+            master.copy_(torch.where(changed, local, master))
         return master
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
@@ -488,30 +492,40 @@ class Muon(torch.optim.Optimizer):
         ``buf = momentum * buf + g``, through ``dmuon.ema_momentum``. Options come from the state,
         as in torch, and with them the dtype of the momentum; what it lacks stays.
 
-        A collective over the mesh where ``state_dict`` holds whole or otherwise sharded tensors.
+        Whole tensors, the same on every rank, go to their owners and shards. A collective over the
+        mesh where ``state_dict`` holds otherwise sharded ones.
+
+        Raises:
+            ValueError: other groups, another algorithm's state, a shape or option that does not
+                fit, naming the parameter; nothing has been changed.
         """
-        kept = dict(self.state)
-        options = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, options):
-            for key, value in own.items():  # what torch.optim.Muon's groups do not have
-                group.setdefault(key, value)
-        loaded = state_dict["state"]
-        indices = [i for g in state_dict["param_groups"] for i in g["params"]]
+        groups, kept = self.param_groups, {p: dict(values) for p, values in self.state.items()}
+        given: dict[str, Any] = {}  # as the hooks have left it
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        indices = [i for g in given["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
+        loaded = {p: given["state"].get(index, {}) for index, p in zip(indices, params)}
         self.state.clear()
-        self.state.update(kept)
-        for group in self.param_groups:  # the options are the loaded ones now
-            self._settle(group)
-            self._fit_state(group)
-        for index, p in zip(indices, params):
-            for key, value in loaded.get(index, {}).items():
-                old = self.state[p].get(key)
-                if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-                    old.copy_(value)
-                else:
-                    self.state[p][key] = value
-            if "master" in self.state[p] and "master" in loaded.get(index, {}):
+        self.state.update({p: dict(values) for p, values in kept.items()})
+        try:
+            for group, own in zip(self.param_groups, groups):
+                take_options(group, own)
+                self._settle(group)  # the options are the loaded ones now
+                self._fit_state(group)
+                for p in group["params"]:
+                    check_state(loaded[p], self.state[p], self._names[id(p)], group["algorithm"])
+        except Exception:
+            self.param_groups = groups
+            self.state.clear()
+            self.state.update(kept)
+            raise
+        for p in params:
+            copy_state(loaded[p], self.state[p])
+            if "master" in loaded[p] and "master" in self.state[p]:
                 self._master_versions[id(p)] = local_part(p)._version
 
 

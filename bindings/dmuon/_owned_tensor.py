@@ -97,6 +97,15 @@ _LOCAL_OPS = {
     aten.bernoulli_.float,
 }
 
+# Operations that make a tensor of a size of its own; on the local part alone if it is that of the
+# tensor (torch's staging for asynchronous saves asks for that).
+_NEW_OPS = {
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+
 # Operations that DTensor computes right from whole-or-nothing shards, with a small all-reduce.
 _REDUCTIONS = {
     aten.linalg_vector_norm.default,
@@ -297,6 +306,9 @@ class OwnedTensor(DTensor):
         elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             unscale(func, args[0], args[1], args[2], OwnedTensor)
             result = None
+        elif func in _NEW_OPS and torch.Size(args[1]) == args[0].shape:
+            local = args[0]._local_tensor
+            result = args[0].like(func(local, local.shape, *args[2:], **kwargs))
         elif _is_local(func, args, kwargs) or _is_foreach_local(func, args):
             result = _run_local(func, args, kwargs)
         elif func in _REDUCTIONS and not any(a in (math.inf, -math.inf) for a in args[1:2]):

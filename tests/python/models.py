@@ -18,10 +18,15 @@ LAYOUTS = {
     "(4,1)": ((4, 1), ("replicate", "shard")),
     "ddp": ((4, 1), ("replicate", "shard")),
 }
+# Of another number of ranks.
+OTHER_LAYOUTS = {
+    "(1,3)": ((1, 3), ("replicate", "shard")),
+    "ddp 2": ((2, 1), ("replicate", "shard")),
+}
 
 
 def make_mesh(layout: str):
-    shape, names = LAYOUTS[layout]
+    shape, names = {**LAYOUTS, **OTHER_LAYOUTS}[layout]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -55,7 +60,7 @@ class Net(nn.Module):
 def distribute(model: nn.Module, layout: str, **options):
     """dedicate_params, then the layout's own wrapping. Returns (model to call, plan)."""
     mesh = make_mesh(layout)
-    if layout == "ddp":
+    if layout.startswith("ddp"):
         plan = dmuon.dedicate_params_ddp(model, mesh, **options)
         if all(isinstance(p, dmuon.OwnedTensor) for p in model.parameters()):
             return model, plan  # DDP refuses a model that leaves it nothing to do

@@ -1,0 +1,207 @@
+"""Stock state dicts and checkpoints of dedicated models: complete, exact, safe, undisturbed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_model import Additive, backward, build, different, everything, train
+from checks import Checks
+from ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+LAYOUTS = ["(2,2)", "ddp"]
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def full_state(rank, layout, folder):
+    """Saved as one file from rank 0, loaded by rank 0 and sent from there."""
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    train(called, optimizer, range(3), rank, 4)
+    before = everything(model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=FULL)
+    path = f"{folder}/{layout}"
+    if rank == 0:
+        checks.true("keys", list(weights) == list(Additive().state_dict()))
+        checks.true("names", set(state["state"]) == {n for n, _ in model.named_parameters()})
+        checks.true("plain", not any(isinstance(v, DTensor) for v in weights.values()))
+        flat = {f"{n}:{k}": v for n, values in state["state"].items() for k, v in values.items()}
+        checks.true("values", different({**weights, **flat}, before) == [])
+        torch.save((weights, state), path)
+    else:
+        checks.true("nothing", weights == {} and state == {})
+
+    called, other, other_optimizer = build(layout, seed=1, halves=(1,))
+    train(called, other_optimizer, range(7, 8), rank, 4)
+    weights, state = torch.load(path, weights_only=True) if rank == 0 else ({}, {})
+    set_model_state_dict(other, weights, options=BROADCAST)
+    set_optimizer_state_dict(other, other_optimizer, state, options=BROADCAST)
+    checks.true("loaded", different(everything(other, other_optimizer), before) == [])
+    called, other, other_optimizer = build(layout, seed=2, halves=(1,))
+    weights, state = torch.load(path, weights_only=True)  # everyone reads it
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=weights,
+        optim_state_dict=state,
+        options=options,
+    )
+    checks.true("read by all", different(everything(other, other_optimizer), before) == [])
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_state_is_one_safe_file_that_any_rank_can_send(layout, tmp_path):
+    assert run_ranks(4, full_state, layout, str(tmp_path)) == [[]] * 4
+
+
+def untouched(rank, layout):
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    straight, straight_model, straight_optimizer = build(layout, halves=(1,))
+    names = {n for n, _ in model.named_parameters()}
+    before = everything(model, optimizer)
+    for _ in range(2):
+        state = get_optimizer_state_dict(model, optimizer)
+        checks.true("names", set(state["state"]) == names)
+        checks.true("steps", all(s.get("step", 0) == 0 for s in state["state"].values()))
+    keys = {n: sorted(s) for n, s in state["state"].items()}
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, keys)
+    checks.true("the same on all ranks", all(k == keys for k in everyone))
+    checks.true("unchanged", different(everything(model, optimizer), before) == [])
+    checks.true("no gradients", all(p.grad is None for p in model.parameters()))
+    train(called, optimizer, range(2), rank, 4)
+    get_state_dict(model, optimizer)
+    train(called, optimizer, range(2, 4), rank, 4)
+    train(straight, straight_optimizer, range(4), rank, 4)
+    after = everything(straight_model, straight_optimizer)
+    checks.true("the run", different(everything(model, optimizer), after) == [])
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_asking_for_the_state_changes_neither_values_nor_the_run(layout):
+    assert run_ranks(4, untouched, layout) == [[]] * 4
+
+
+def one_rank_alone(rank, layout, folder):
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout)
+    train(called, optimizer, range(1), rank, 4)
+    for name, thing in (("optimizer", optimizer), ("model", model)):
+        checks.refused(
+            name, "full_state_dict", lambda: torch.save(thing.state_dict(), f"{folder}/{rank}")
+        )
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_that_is_right_on_its_owners_only_cannot_be_saved_by_one_rank(layout, tmp_path):
+    assert run_ranks(4, one_rank_alone, layout, str(tmp_path)) == [[]] * 4
+
+
+def keys(rank, layout):
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout)
+    plain = Additive()
+    checks.true("state_dict", list(model.state_dict()) == list(plain.state_dict()))
+    checks.true("get", list(get_model_state_dict(called)) == list(plain.state_dict()))
+    weights = dict(get_model_state_dict(model))
+    removed = weights.pop("layers.1.up_proj.weight")
+    weights["layers.9.up_proj.weight"] = removed
+    words = ("layers.1.up_proj.weight", "layers.9.up_proj.weight")
+    for word in words:
+        checks.refused("stock " + word, word, lambda: model.load_state_dict(weights))
+        checks.refused("set " + word, word, lambda: set_model_state_dict(model, weights))
+    found = model.load_state_dict(weights, strict=False)
+    checks.true("missing", found.missing_keys == [words[0]])
+    checks.true("unexpected", found.unexpected_keys == [words[1]])
+    state = get_optimizer_state_dict(model, optimizer)
+    del state["state"]["layers.1.up_proj.weight"]
+    checks.refused("optimizer", words[0], lambda: set_optimizer_state_dict(model, optimizer, state))
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_are_the_plain_models_and_missing_and_unexpected_ones_are_named(layout):
+    assert run_ranks(4, keys, layout) == [[]] * 4
+
+
+def asynchronous(rank, layout, folder):
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    group = dist.new_group(backend="dmuon")
+    train(called, optimizer, range(2), rank, 4)
+    before = everything(model, optimizer)
+    saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
+    train(called, optimizer, range(2, 4), rank, 4)
+    saving.result()
+    checks.true("trained on", different(everything(model, optimizer), before) != [])
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load_state(model, optimizer, state)
+    checks.true("values of the call", different(everything(model, optimizer), before) == [])
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_asynchronous_save_holds_the_values_of_its_call(layout, tmp_path):
+    assert run_ranks(4, asynchronous, layout, str(tmp_path)) == [[]] * 4
+
+
+def accumulating(rank, layout, folder):
+    """Saves between the micro-batches of a step."""
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout)
+    train(called, optimizer, range(2), rank, 4)
+    before = everything(model, optimizer)
+    backward(called, 2, rank, 4)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    backward(called, 3, rank, 4)
+    optimizer.step()
+    end = everything(model, optimizer)
+
+    called, model, optimizer = build(layout, seed=1)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load_state(model, optimizer, state)
+    after = everything(model, optimizer)
+    checks.true("of the last step", different(after, before) == ["seen"])  # by the forward
+    model.seen -= 1
+    backward(called, 2, rank, 4)
+    backward(called, 3, rank, 4)
+    optimizer.step()
+    checks.true("the step again", different(everything(model, optimizer), end) == [])
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_while_gradients_accumulate_is_the_state_of_the_last_step(layout, tmp_path):
+    assert run_ranks(4, accumulating, layout, str(tmp_path)) == [[]] * 4
+
+
+def state_of(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
+def load_state(model, optimizer, state):
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
