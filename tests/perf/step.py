@@ -17,6 +17,8 @@ seconds that a rank has waited for weights and updates are printed, per step, av
 
 "bound" is what dmuon could reach at best: the AdamW step plus the Newton-Schulz of the matrices
 that a rank owns, timed alone with all ranks at work.
+
+`--figure overhead` measures the host overhead of a step instead, on tiny matrices (overhead.py).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
+import overhead
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -184,10 +187,15 @@ def time_owned(model: torch.nn.Module, repeats: int) -> tuple[float, float]:
     return statistics.median(seconds), statistics.median(cpus)
 
 
+def make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a 1-D or 2-D mesh of all ranks."""
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def measure_mesh(shape: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """Run all variants on one mesh; return medians in milliseconds."""
-    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = make_mesh(shape)
     config = LlamaConfig(
         dim=options.dim,
         layers=options.layers,
@@ -264,6 +272,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--figure", choices=("step", "overhead"), default="step")
+    parser.add_argument("--blocks", type=int, default=100, help="of the figure overhead")
+    parser.add_argument(
+        "--profile", action="store_true", help="of the figure overhead, by function"
+    )
     parser.add_argument("--meshes", nargs="+", default=["4", "2x2"])
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -287,9 +300,12 @@ def main() -> None:
     dist.init_process_group("dmuon")
     results = []
     for shape in meshes:
-        results.append(measure_mesh(shape, options))
+        if options.figure == "overhead":
+            results.append(overhead.measure_mesh(make_mesh(shape), options))
+        else:
+            results.append(measure_mesh(shape, options))
         if dist.get_rank() == 0:
-            show(results[-1])
+            (overhead.show if options.figure == "overhead" else show)(results[-1])
     if dist.get_rank() == 0 and options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     dist.destroy_process_group()
