@@ -38,6 +38,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "first, with a hook_boundary_predicate that takes it or a module above it"
         )
 
+    from ._hooks import post_block, pre_block
+
     @functools.wraps(method)
     def entry(*args: Any, **kwargs: Any) -> Any:
         entered = []
@@ -45,13 +47,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         try:
             for unit in units_at(module):
                 entered.append(unit)
-                changed = unit.pre_forward(module, args, kwargs)
+                changed = pre_block(unit, module, args, kwargs)
                 if changed is not None:
                     args, kwargs = changed
             output = method(*args, **kwargs)
         finally:
             for unit in reversed(entered):
-                changed = unit.post_forward(module, args, output)
+                changed = post_block(unit, module, args, output)
                 output = output if changed is None else changed
         return output
 

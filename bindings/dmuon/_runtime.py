@@ -67,7 +67,9 @@ class Unit:
         self.entries = entries
         self.reshard_after_forward = reshard
         self.enclosing = Enclosing()
-        self.depth = 0  # nested forwards of the block and of modules in it
+        self.depth = 0  # nested forwards of the block, or of the module that stands for it
+        self.opener: nn.Module | None = None  # that module
+        self.openers: set[nn.Module] = set()  # those that once were
         self.in_backward = False
         self.awaited = False  # a backward through it is expected
         self.prefetches = 0
@@ -154,11 +156,11 @@ class Unit:
 
     # --- forward -----------------------------------------------------------------------------
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.depth += 1
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """The start of the outermost forward of the block or of a module in it."""
         if self.held:
             self.check_held()
-        elif self.depth == 1:
+        else:
             self.runtime.enter_forward()
             if not self.in_backward:
                 self.check_rests()
@@ -172,7 +174,7 @@ class Unit:
             _C.install(self.slots, live=True)
             if not self.in_backward:
                 self.watch_inputs((args, kwargs))
-        if self.depth == 1 and self._cast is not None:
+        if self._cast is not None:
             return _cast(args, self._cast), _cast(kwargs, self._cast)
         return None
 
@@ -239,11 +241,9 @@ class Unit:
                 "come and go"
             )
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.depth == 0:  # the pre-forward hook itself failed
-            return None
-        self.depth -= 1
-        if self.depth or self.in_backward:
+    def leave(self, output: Any) -> Any:
+        """The end of that forward."""
+        if self.in_backward:
             return None
         if self.held:
             return None if self._output is None else _cast(output, self._output)
@@ -409,16 +409,17 @@ class Runtime:
         return {id(entry.rest): entry.blocks for entry in entries}
 
     def _register_hooks(self) -> None:
+        from ._hooks import register_model, register_unit
+
         for unit in self.units:
             holders = [module for entry in unit.entries for module, _ in entry.places]
-            for module in self._between(unit.name, holders):
+            block, *inner = self._between(unit.name, holders)
+            for module in (block, *inner):
                 module.__dict__.setdefault(_UNITS, []).append(unit)
-                module.register_forward_pre_hook(unit.pre_forward, with_kwargs=True)
-                module.register_forward_hook(unit.post_forward, always_call=True)
+            register_unit(unit, block, inner)
         # The outermost output, so that the end of the backward is the end of the outer one even
         # where re-entrant checkpointing runs backwards inside it.
-        self.model.register_forward_pre_hook(lambda *_: self._pre_forward_model())
-        self.model.register_forward_hook(self._post_forward_model)
+        register_model(self, self.model)
         self.model.register_state_dict_pre_hook(lambda *_: self.repair())
 
     def _between(self, unit: str, holders: list[nn.Module]) -> list[nn.Module]:
@@ -434,11 +435,11 @@ class Runtime:
                 found[block.get_submodule(path)] = None
         return list(found)
 
-    def _pre_forward_model(self) -> None:
+    def pre_forward_model(self) -> None:
         if not self.bound or not self.core.in_backward:
             self.prefetch.begin()
 
-    def _post_forward_model(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward_model(self, output: Any) -> None:
         if not self.bound:
             return  # no unit has been used yet
         if not self.core.in_backward:
