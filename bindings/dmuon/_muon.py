@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _C
 from ._blocks import check_used, resolve_group
 from ._clip import clip_grad_norm_
-from ._muon_groups import check_gradient, check_parameter, split_model
+from ._muon_groups import check_gradient, check_parameter, check_same_parameters, split_model
 from ._muon_load import check_state, copy_state, take_options
 from ._muon_options import (
     MOMENTUM_DTYPES,
@@ -130,6 +131,8 @@ class Muon(torch.optim.Optimizer):
         }  # fmt: skip
         self.replicate_async = replicate_async
         self._runtimes: list[Runtime] = []
+        self._unchecked = True  # whether the model was wrapped since
+        self._model: weakref.ref[nn.Module] | None = None
         self._names: dict[int, str] = {}
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
         self._master_versions: dict[int, int] = {}
@@ -146,6 +149,7 @@ class Muon(torch.optim.Optimizer):
 
     def _groups(self, model_or_params: Any, extra: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(model_or_params, nn.Module):
+            self._model = weakref.ref(model_or_params)
             self._use(runtimes_of(model_or_params))
             self._names, muon, adamw = split_model(model_or_params)
         else:
@@ -240,6 +244,13 @@ class Muon(torch.optim.Optimizer):
                 runtime.bind()
                 self._runtimes.append(runtime)
 
+    def _check_parameters(self) -> None:
+        """At the first use: nobody has wrapped the model since the optimizer was built."""
+        if self._unchecked:
+            model = None if self._model is None else self._model()
+            check_same_parameters(model, self.param_groups, self._names)
+            self._unchecked = False
+
     # --- step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -248,6 +259,7 @@ class Muon(torch.optim.Optimizer):
 
         A collective over the mesh where there are dedicated parameters: every rank must call it.
         """
+        self._check_parameters()
         for runtime in self._runtimes:
             runtime.check_step()
         loss = None
@@ -401,6 +413,13 @@ class Muon(torch.optim.Optimizer):
 
     # --- state ---------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Dedicated states are DTensors that lie on their owner: for
+        ``torch.distributed.checkpoint``, or ``get_optimizer_state_dict`` with full_state_dict=True.
+        """
+        self._check_parameters()
+        return super().state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
         own = {"_muon_defaults": self._muon_defaults, "_adamw_defaults": self._adamw_defaults}
         return {**super().__getstate__(), **own, "replicate_async": self.replicate_async}
@@ -410,6 +429,7 @@ class Muon(torch.optim.Optimizer):
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
+        self._unchecked, self._model = False, None
         self._update_hooks, self._fitted = OrderedDict(), {}
         self._workspace = _C.NewtonSchulzWorkspace()
         for number, group in enumerate(self.param_groups):

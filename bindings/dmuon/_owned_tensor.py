@@ -68,11 +68,16 @@ _LOCAL_OPS = {
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.zero_.default,
+}
+
+# Drawn whole on every rank: so the ranks' generators stay alike, and with them the values of what
+# is replicated and initialised next.
+_RANDOM_OPS = {
+    aten.rand_like.default,
+    aten.randn_like.default,
     aten.normal_.default,
     aten.uniform_.default,
     aten.bernoulli_.float,
@@ -252,6 +257,8 @@ class OwnedTensor(DTensor):
         elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             unscale(func, args[0], args[1], args[2], OwnedTensor)
             result = None
+        elif func in _RANDOM_OPS:
+            result = _draw(func, *args, **kwargs)
         elif func in _NEW_OPS and torch.Size(args[1]) == args[0].shape:
             local = args[0]._local_tensor
             result = args[0].like(func(local, local.shape, *args[2:], **kwargs))
@@ -369,6 +376,16 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(result, (list, tuple)):  # of a list of tensors
         return [wrap(value, template) for value, template in zip(result, args[0])]
     return wrap(result, model)
+
+
+def _draw(func: Any, tensor: OwnedTensor, *args: Any, **kwargs: Any) -> OwnedTensor:
+    whole = (
+        tensor._local_tensor if tensor.is_owner else tensor._local_tensor.new_empty(tensor.shape)
+    )
+    drawn = func(whole, *args, **kwargs)
+    if func._schema.is_mutable:
+        return tensor
+    return tensor.like(drawn if tensor.is_owner else drawn[:0].clone())
 
 
 def _copy_(destination: Any, source: Any, non_blocking: bool = False) -> Any:
