@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from ._blocks import check_used, resolve_group
+from ._blocks import blocks_by_name, check_used, resolve_group
 from ._clip import clip_grad_norm_
 from ._muon_groups import check_gradient, check_parameter, check_same_parameters, split_model
 from ._muon_load import check_state, copy_state, take_options
@@ -418,7 +418,12 @@ class Muon(torch.optim.Optimizer):
         ``torch.distributed.checkpoint``, or ``get_optimizer_state_dict`` with full_state_dict=True.
         """
         self._check_parameters()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        for group, own in zip(state_dict["param_groups"], self.param_groups):
+            names = [self._names[id(p)] for p in own["params"]]
+            if own.get("blocks") and " of group " not in names[0]:
+                group["blocks"] = blocks_by_name(own["blocks"], names)
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_muon_defaults": self._muon_defaults, "_adamw_defaults": self._adamw_defaults}
