@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ._amp import unscale
 from ._mesh import MeshView, local_like
+from ._owned_checkpoint import let_processes_write, whole_chunk, write_items
 
 aten = torch.ops.aten
 
@@ -193,32 +194,12 @@ class OwnedTensor(DTensor):
     # --- checkpoints ---------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import (
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
-
-        if not self.is_owner:
-            return []
-        local = self._local_tensor
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size([0] * local.ndim)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_whole_chunk(local),
-                    properties=TensorProperties.create_from_tensor(local),
-                    size=self.size(),
-                ),
-            )
-        ]
+        return write_items(fqn, self._local_tensor, self.size(), self.is_owner)
 
     def __create_chunk_list__(self) -> list[Any]:
         # Asked on every rank before a load writes into the owner's local part: note the change.
         increment_version(self._local_tensor)
-        return [_whole_chunk(self._local_tensor)] if self.is_owner else []
+        return [whole_chunk(self._local_tensor)] if self.is_owner else []
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self._local_tensor
@@ -285,6 +266,9 @@ class OwnedTensor(DTensor):
         return result
 
 
+let_processes_write(OwnedTensor, lambda t: (t._local_tensor, t.size(), t.is_owner))
+
+
 def _wrap(
     local: torch.Tensor,
     spec: DTensorSpec,
@@ -296,12 +280,6 @@ def _wrap(
     tensor._view = view
     tensor._owner = owner
     return tensor
-
-
-def _whole_chunk(local: torch.Tensor) -> Any:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(offsets=torch.Size([0] * local.ndim), sizes=local.size())
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[OwnedTensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -154,14 +157,19 @@ def test_keys_are_the_plain_models_and_missing_and_unexpected_ones_are_named(lay
     assert run_ranks(4, keys, layout) == [[]] * 4
 
 
-def asynchronous(rank, layout, folder):
+def asynchronous(rank, ranks, layout, folder, kind):
     checks = Checks((layout, rank))
     called, model, optimizer = build(layout, halves=(1,))
     group = dist.new_group(backend="dmuon")
-    train(called, optimizer, range(2), rank, 4)
+    train(called, optimizer, range(2), rank, ranks)
     before = everything(model, optimizer)
-    saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
-    train(called, optimizer, range(2, 4), rank, 4)
+    saving = dcp.async_save(
+        state_of(model, optimizer),
+        checkpoint_id=folder,
+        process_group=group,
+        async_checkpointer_type=kind,
+    )
+    train(called, optimizer, range(2, 4), rank, ranks)
     saving.result()
     checks.true("trained on", different(everything(model, optimizer), before) != [])
     state = state_of(model, optimizer)
@@ -173,7 +181,15 @@ def asynchronous(rank, layout, folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_asynchronous_save_holds_the_values_of_its_call(layout, tmp_path):
-    assert run_ranks(4, asynchronous, layout, str(tmp_path)) == [[]] * 4
+    kind = AsyncCheckpointerType.THREAD
+    assert run_ranks(4, asynchronous, 4, layout, str(tmp_path), kind) == [[]] * 4
+
+
+def test_other_processes_may_write_an_asynchronous_save(tmp_path, monkeypatch):
+    package = str(Path(dmuon.__file__).parents[1])  # for processes that are spawned
+    monkeypatch.setenv("PYTHONPATH", package)
+    kind = AsyncCheckpointerType.PROCESS
+    assert run_ranks(2, asynchronous, 2, "(2)", str(tmp_path), kind) == [[]] * 2
 
 
 def accumulating(rank, layout, folder):
