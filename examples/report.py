@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ class Curve:
     validation: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
+
+    def to_json(self) -> str:
+        """Return all of it as text, for a checkpoint."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Curve:
+        """Return what `to_json` was called on."""
+        return cls(**json.loads(text))
 
 
 def memory_mb(device: torch.device) -> float:
@@ -39,11 +49,14 @@ class Progress:
         self.curve, self.steps, self.show = curve, steps, show
         self.bar: Any = None
         self.writer: Any = None
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - curve.seconds  # of the part before a resumed one
         if show and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=steps, desc=curve.label, unit="step", dynamic_ncols=True)
+            done = len(curve.losses)
+            self.bar = tqdm(
+                total=steps, initial=done, desc=curve.label, unit="step", dynamic_ncols=True
+            )
         if show and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -3,6 +3,7 @@
     bash examples/run.sh                            4 processes, mesh 2x2 (HSDP)
     bash examples/run.sh --mode fsdp --no-reshard   one mesh dimension, weights kept till backward
     bash examples/run.sh --compare --plot loss.png  the same run with AdamW, both curves
+    bash examples/run.sh --save-every 50 --resume   checkpoints, and on from the newest one
 
 `python examples/train_llama.py` alone trains in one process. On machines with GPUs each rank takes
 the GPU of its local rank.
@@ -15,10 +16,12 @@ import importlib.util
 import logging
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checkpoint import Checkpoints
 from llama import Llama, LlamaConfig, is_projection
 from report import Curve, Progress, heading, memory_mb, plot
 from text import Text, printable
@@ -58,6 +61,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=20, help="steps")
     p.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     p.add_argument("--eval-every", type=int, default=100, metavar="STEPS")
+    p.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints")
+    p.add_argument("--checkpoints", default="checkpoints", metavar="DIR", help="where they are")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in DIR, if there is one, on any number of processes",
+    )
     p.add_argument("--sample", type=int, default=200, metavar="BYTES", help="0: no sample")
     p.add_argument("--plot", metavar="FILE.png", help="draw the loss curves")
     p.add_argument("--tensorboard", metavar="DIR", help="write event files")
@@ -66,6 +76,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         p.error(f"--mesh is for --mode hsdp; {options.mode} puts all ranks into one dimension")
     if min(options.steps, options.rows, options.eval_every) < 1:
         p.error("--steps, --rows and --eval-every must be at least 1")
+    if options.save_every < 0:
+        p.error(f"--save-every must be at least 0, not {options.save_every}")
     for option, package in (("plot", "matplotlib"), ("tensorboard", "tensorboard")):
         if getattr(options, option) and importlib.util.find_spec(package) is None:
             p.error(f"--{option} needs a package: pip install {package}")
@@ -217,17 +229,45 @@ def run(trainer: Trainer, text: Text) -> Curve:
     options = trainer.options
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(options.seed * 100_003 + rank)  # other data per rank
-    curve = Curve(trainer.kind)
+    checkpoints = Checkpoints(Path(options.checkpoints) / trainer.kind)
+    curve = resume(trainer, checkpoints, generator)
     progress = Progress(curve, options.steps, rank == 0, options.tensorboard)
-    for step in range(1, options.steps + 1):
+    for step in range(len(curve.losses) + 1, options.steps + 1):
         batch = text.batch(options.rows, trainer.context, generator)
         loss, scalars = trainer.train_step(*batch)
         tokens = options.rows * trainer.context * world
         progress.step(loss, tokens, scalars, memory_mb(trainer.device))
         if step % options.eval_every == 0 or step == options.steps:
             progress.validation(trainer.validate(text))
+        if options.save_every and (step % options.save_every == 0 or step == options.steps):
+            others = {"schedule": trainer.schedule.state_dict(), "curve": curve.to_json()}
+            checkpoints.save(step, trainer.model, trainer.optimizer, others, {"data": generator})
     progress.close()
     return curve
+
+
+def resume(trainer: Trainer, checkpoints: Checkpoints, generator: torch.Generator) -> Curve:
+    """Load the newest checkpoint, if asked for; return the run's history up to there."""
+    options = trainer.options
+    saved = checkpoints.saved()
+    if saved and options.save_every and not options.resume:
+        sys.exit(
+            f"{checkpoints.folder} holds checkpoints of an earlier run up to step {saved[-1]}: "
+            "--resume goes on from there, --checkpoints DIR takes another folder"
+        )
+    if not saved or not options.resume:
+        return Curve(trainer.kind)
+    others = checkpoints.load(
+        saved[-1],
+        trainer.model,
+        trainer.optimizer,
+        {"schedule": trainer.schedule.state_dict(), "curve": ""},
+        {"data": generator},
+    )
+    trainer.schedule.load_state_dict(others["schedule"])
+    if dist.get_rank() == 0:
+        print(f"{trainer.kind}: on from step {saved[-1]}", flush=True)
+    return Curve.from_json(others["curve"])
 
 
 def show_result(trainer: Trainer, curve: Curve) -> None:

@@ -117,6 +117,11 @@ def resolve_group(spec: Any, names: list[str], params: list[torch.Tensor]) -> li
     return entries if any(e is not None for e in entries) else None
 
 
+def blocks_by_name(entries: list[Plain], names: list[str]) -> dict[str, list[Any]]:
+    """A group's blocks for a state dict: parameters may be in another order where it is loaded."""
+    return {name: list(entry) for name, entry in zip(names, entries) if entry is not None}
+
+
 def check_used(spec: Any, names: list[str]) -> None:
     """Refuses a pattern that is no parameter's: most likely a typing error."""
     if not isinstance(spec, Mapping) or set(spec) == {"dim", "sizes"}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from ._blocks import check_used, resolve_group
+from ._blocks import blocks_by_name, check_used, resolve_group
 from ._clip import clip_grad_norm_
 from ._gradients import local_gradient, nonfinite
 from ._muon_batches import Batch, Row, rows_by_unit
-from ._muon_groups import check_gradient, check_parameter, split_model
+from ._muon_groups import check_gradient, check_parameter, check_same_parameters, split_model
 from ._muon_load import check_state, copy_state, take_options
 from ._muon_options import (
     MOMENTUM_DTYPES,
@@ -140,6 +141,8 @@ class Muon(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.skipped_steps = 0
         self._runtimes: list[Runtime] = []
+        self._unchecked = True  # whether the model was wrapped since
+        self._model: weakref.ref[nn.Module] | None = None
         self._names: dict[int, str] = {}
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
         self._master_versions: dict[int, int] = {}
@@ -156,6 +159,7 @@ class Muon(torch.optim.Optimizer):
 
     def _groups(self, model_or_params: Any, extra: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(model_or_params, nn.Module):
+            self._model = weakref.ref(model_or_params)
             self._use(runtimes_of(model_or_params))
             self._names, muon, adamw = split_model(model_or_params)
         else:
@@ -250,6 +254,13 @@ class Muon(torch.optim.Optimizer):
                 runtime.bind()
                 self._runtimes.append(runtime)
 
+    def _check_parameters(self) -> None:
+        """At the first use: nobody has wrapped the model since the optimizer was built."""
+        if self._unchecked:
+            model = None if self._model is None else self._model()
+            check_same_parameters(model, self.param_groups, self._names)
+            self._unchecked = False
+
     # --- step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -258,6 +269,7 @@ class Muon(torch.optim.Optimizer):
 
         A collective over the mesh where there are dedicated parameters: every rank must call it.
         """
+        self._check_parameters()
         for runtime in self._runtimes:
             runtime.check_step()
         loss = None
@@ -465,6 +477,18 @@ class Muon(torch.optim.Optimizer):
 
     # --- state ---------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Dedicated states are DTensors that lie on their owner: for
+        ``torch.distributed.checkpoint``, or ``get_optimizer_state_dict`` with full_state_dict=True.
+        """
+        self._check_parameters()
+        state_dict = super().state_dict()
+        for group, own in zip(state_dict["param_groups"], self.param_groups):
+            names = [self._names[id(p)] for p in own["params"]]
+            if own.get("blocks") and " of group " not in names[0]:
+                group["blocks"] = blocks_by_name(own["blocks"], names)
+        return state_dict
+
     def __getstate__(self) -> dict[str, Any]:
         own = ("_muon_defaults", "_adamw_defaults", "replicate_async", "nonfinite", "skipped_steps")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
@@ -474,6 +498,7 @@ class Muon(torch.optim.Optimizer):
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
         self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
+        self._unchecked, self._model = False, None
         self._update_hooks, self._fitted = OrderedDict(), {}
         self._workspace = _C.NewtonSchulzWorkspace()
         for number, group in enumerate(self.param_groups):

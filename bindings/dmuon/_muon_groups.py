@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -77,4 +79,25 @@ def check_gradient(p: torch.Tensor, name: str) -> None:
             f"dmuon: the gradient of parameter {name!r} {tuple(p.shape)} has layout "
             f"{p.grad.layout}; dmuon needs dense gradients: sparse=False in an embedding, or "
             "another optimizer for it"
+        )
+
+
+def check_same_parameters(
+    model: nn.Module | None, groups: list[dict[str, Any]], names: dict[int, str]
+) -> None:
+    """Raises RuntimeError if parameters were wrapped after the optimizer was built, or exchanged in
+    its groups: they would be trained without effect, or without state."""
+    listed = {id(p) for group in groups for p in group["params"]}
+    known = set(names.values())
+    wrapped: list[str] = []
+    named: list[tuple[str, Any]] = [] if model is None else list(model.named_parameters())
+    for name, p in named:
+        sharded = isinstance(p, DTensor) and not isinstance(p, OwnedTensor)
+        if sharded and id(p) not in listed and _plain_name(name) in known:
+            wrapped.append(_plain_name(name))
+    unknown = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in names]
+    if wrapped or unknown:
+        raise RuntimeError(
+            f"dmuon: parameters {wrapped[:3] or unknown[:3]} were wrapped or exchanged after the "
+            f"optimizer was built, which has others in their place; {_ORDER}"
         )

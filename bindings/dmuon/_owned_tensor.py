@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ._amp import unscale
 from ._mesh import MeshView, local_like
+from ._owned_checkpoint import let_processes_write, whole_chunk, write_items
 
 aten = torch.ops.aten
 
@@ -87,11 +88,16 @@ _LOCAL_OPS = {
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.zero_.default,
+}
+
+# Drawn whole on every rank: so the ranks' generators stay alike, and with them the values of what
+# is replicated and initialised next.
+_RANDOM_OPS = {
+    aten.rand_like.default,
+    aten.randn_like.default,
     aten.normal_.default,
     aten.uniform_.default,
     aten.bernoulli_.float,
@@ -242,32 +248,12 @@ class OwnedTensor(DTensor):
     # --- checkpoints ---------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import (
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
-
-        if not self.is_owner:
-            return []
-        local = self._local_tensor
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size([0] * local.ndim)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_whole_chunk(local),
-                    properties=TensorProperties.create_from_tensor(local),
-                    size=self.size(),
-                ),
-            )
-        ]
+        return write_items(fqn, self._local_tensor, self.size(), self.is_owner)
 
     def __create_chunk_list__(self) -> list[Any]:
         # Asked on every rank before a load writes into the owner's local part: note the change.
         increment_version(self._local_tensor)
-        return [_whole_chunk(self._local_tensor)] if self.is_owner else []
+        return [whole_chunk(self._local_tensor)] if self.is_owner else []
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self._local_tensor
@@ -306,6 +292,8 @@ class OwnedTensor(DTensor):
         elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             unscale(func, args[0], args[1], args[2], OwnedTensor)
             result = None
+        elif func in _RANDOM_OPS:
+            result = _draw(func, *args, **kwargs)
         elif func in _NEW_OPS and torch.Size(args[1]) == args[0].shape:
             local = args[0]._local_tensor
             result = args[0].like(func(local, local.shape, *args[2:], **kwargs))
@@ -332,6 +320,9 @@ class OwnedTensor(DTensor):
         return result
 
 
+let_processes_write(OwnedTensor, lambda t: (t._local_tensor, t.size(), t.is_owner))
+
+
 def _wrap(
     local: torch.Tensor,
     spec: DTensorSpec,
@@ -343,12 +334,6 @@ def _wrap(
     tensor._view = view
     tensor._owner = owner
     return tensor
-
-
-def _whole_chunk(local: torch.Tensor) -> Any:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(offsets=torch.Size([0] * local.ndim), sizes=local.size())
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[OwnedTensor]:
@@ -423,6 +408,16 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(result, (list, tuple)):  # of a list of tensors
         return [wrap(value, template) for value, template in zip(result, args[0])]
     return wrap(result, model)
+
+
+def _draw(func: Any, tensor: OwnedTensor, *args: Any, **kwargs: Any) -> OwnedTensor:
+    whole = (
+        tensor._local_tensor if tensor.is_owner else tensor._local_tensor.new_empty(tensor.shape)
+    )
+    drawn = func(whole, *args, **kwargs)
+    if func._schema.is_mutable:
+        return tensor
+    return tensor.like(drawn if tensor.is_owner else drawn[:0].clone())
 
 
 def _copy_(destination: Any, source: Any, non_blocking: bool = False) -> Any:

@@ -43,6 +43,21 @@ class Additive(nn.Module):
         return torch.cat([*outputs, self.table(x), self.tied(x)], dim=1).float()
 
 
+class Reordered(Additive):
+    """The same names in another order."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        blocks = {str(i): block for i, block in enumerate(self.layers)}
+        del self.layers
+        self.layers = nn.ModuleDict(dict(reversed(blocks.items())))
+
+    def forward(self, x):
+        self.seen += 1
+        outputs = [self.layers[str(i)](x) for i in range(len(self.layers))]
+        return torch.cat([*outputs, self.table(x), self.tied(x)], dim=1)
+
+
 def batch(step, rank, ranks, columns):
     """This rank's rows of the step's batch of integers: inputs, and what outputs are weighed by."""
     g = torch.Generator().manual_seed(step)

@@ -20,6 +20,7 @@ LAYOUTS = {
 }
 # Of another number of ranks.
 OTHER_LAYOUTS = {
+    "(2)": ((2,), ("shard",)),
     "(1,3)": ((1, 3), ("replicate", "shard")),
     "ddp 2": ((2, 1), ("replicate", "shard")),
 }

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_model import Additive, backward, build, different, everything, train
+from checkpoint_model import (
+    Additive,
+    Reordered,
+    backward,
+    build,
+    different,
+    everything,
+    train,
+)
 from checks import Checks
+from models import distribute, make_mesh
 from ranks import run_ranks
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,7 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+import dmuon
 
 LAYOUTS = ["(2,2)", "ddp"]
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -141,14 +157,19 @@ def test_keys_are_the_plain_models_and_missing_and_unexpected_ones_are_named(lay
     assert run_ranks(4, keys, layout) == [[]] * 4
 
 
-def asynchronous(rank, layout, folder):
+def asynchronous(rank, ranks, layout, folder, kind):
     checks = Checks((layout, rank))
     called, model, optimizer = build(layout, halves=(1,))
     group = dist.new_group(backend="dmuon")
-    train(called, optimizer, range(2), rank, 4)
+    train(called, optimizer, range(2), rank, ranks)
     before = everything(model, optimizer)
-    saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
-    train(called, optimizer, range(2, 4), rank, 4)
+    saving = dcp.async_save(
+        state_of(model, optimizer),
+        checkpoint_id=folder,
+        process_group=group,
+        async_checkpointer_type=kind,
+    )
+    train(called, optimizer, range(2, 4), rank, ranks)
     saving.result()
     checks.true("trained on", different(everything(model, optimizer), before) != [])
     state = state_of(model, optimizer)
@@ -160,7 +181,15 @@ def asynchronous(rank, layout, folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_asynchronous_save_holds_the_values_of_its_call(layout, tmp_path):
-    assert run_ranks(4, asynchronous, layout, str(tmp_path)) == [[]] * 4
+    kind = AsyncCheckpointerType.THREAD
+    assert run_ranks(4, asynchronous, 4, layout, str(tmp_path), kind) == [[]] * 4
+
+
+def test_other_processes_may_write_an_asynchronous_save(tmp_path, monkeypatch):
+    package = str(Path(dmuon.__file__).parents[1])  # for processes that are spawned
+    monkeypatch.setenv("PYTHONPATH", package)
+    kind = AsyncCheckpointerType.PROCESS
+    assert run_ranks(2, asynchronous, 2, "(2)", str(tmp_path), kind) == [[]] * 2
 
 
 def accumulating(rank, layout, folder):
@@ -192,6 +221,93 @@ def accumulating(rank, layout, folder):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_save_while_gradients_accumulate_is_the_state_of_the_last_step(layout, tmp_path):
     assert run_ranks(4, accumulating, layout, str(tmp_path)) == [[]] * 4
+
+
+# --- other models --------------------------------------------------------------------------------
+
+BLOCKS = {"layers.2.up_proj.weight": dmuon.Blocks(0, [7, 7])}
+
+
+def save_blocks(rank, folder):
+    torch.manual_seed(0)
+    model, _ = distribute(Additive(), "(2,2)", blocks=BLOCKS)
+    optimizer = dmuon.Muon(model, lr=0.02)
+    train(model, optimizer, range(2), rank, 4)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    half = everything(model, optimizer)
+    train(model, optimizer, range(2, 4), rank, 4)
+    return half, everything(model, optimizer)
+
+
+def load_reordered(rank, folder):
+    """The units are in another order, and one unit holds all."""
+    torch.manual_seed(1)
+    mesh = make_mesh("(2,2)")
+    model = Reordered((8, 5, 14))
+    dmuon.dedicate_params(
+        model, mesh, blocks=BLOCKS, hook_boundary_predicate=lambda name, _: name == ""
+    )
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, lr=0.02)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load_state(model, optimizer, state)
+    loaded = everything(model, optimizer)
+    train(model, optimizer, range(2, 4), rank, 4)
+    return loaded, everything(model, optimizer)
+
+
+def test_other_units_in_another_order_go_on_bit_for_bit(tmp_path):
+    half, end = run_ranks(4, save_blocks, str(tmp_path))[0]
+    for loaded, final in run_ranks(4, load_reordered, str(tmp_path)):
+        assert different({n: loaded[n] for n in half}, half) == []
+        assert len(loaded) == len(half)
+        matrices = [n for n in end if "up_proj.weight" in n]
+        assert matrices and all(torch.equal(final[n], end[n]) for n in matrices)
+
+
+def save_plain(rank, folder):
+    called, model, optimizer = build("(2,2)")
+    train(called, optimizer, range(2), rank, 4)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    return everything(model, optimizer)
+
+
+def load_other(rank, folder):
+    """Into a model with one layer more, and into one with one less."""
+    checks = Checks(rank)
+    torch.manual_seed(1)
+    model, _ = distribute(Additive(rows=(8, 5, 14, 6)), "(4)")
+    optimizer = dmuon.Muon(model, lr=0.02)
+    before = everything(model, optimizer)
+    state = state_of(model, optimizer)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+        checks.true("missing", False)
+    except CheckpointException as error:
+        checks.true("named", "layers.3.up_proj.weight" in str(error))
+    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    load_state(model, optimizer, state)
+    more = everything(model, optimizer)
+    new = [n for n in more if n.startswith("layers.3")]
+    checks.true("new", bool(new) and all(torch.equal(more[n], before[n]) for n in new))
+    train(model, optimizer, range(2, 3), rank, 4)
+
+    torch.manual_seed(1)
+    model, _ = distribute(Additive(rows=(8, 5)), "(4)")
+    optimizer = dmuon.Muon(model, lr=0.02)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load_state(model, optimizer, state)
+    return checks.bad, {n: v for n, v in more.items() if n not in new}, everything(model, optimizer)
+
+
+def test_new_parameters_are_named_and_stay_removed_ones_are_left_out(tmp_path):
+    saved = run_ranks(4, save_plain, str(tmp_path))[0]
+    for bad, more, less in run_ranks(4, load_other, str(tmp_path)):
+        assert bad == []
+        assert different(more, saved) == []
+        assert different(less, {n: v for n, v in saved.items() if "layers.2" not in n}) == []
 
 
 def state_of(model, optimizer):
