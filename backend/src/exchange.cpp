@@ -57,8 +57,7 @@ void Exchange::interrupt() {
   if (peers_) peers_->interrupt();
 }
 
-Exchange::Moved Exchange::run(Operation& op, std::chrono::milliseconds timeout) {
-  Moved moved;
+std::vector<uint8_t> Exchange::run(Operation& op, std::chrono::milliseconds timeout) {
   Route route = routeOf(op);
   if (!awaitOpeningInputs(op, route)) route = {};
   // Peers may wait for the operation before this one up to their time-out before they come here.
@@ -66,14 +65,14 @@ Exchange::Moved Exchange::run(Operation& op, std::chrono::milliseconds timeout) 
   const Opening opening = exchangeHeaders(op, route);
   agree(op, opening.headers);
   setPatience((op.source ? 2 : 1) * timeout);
-  moved.flags = mergeFlags(op, opening.headers);
-  if (op.progress) op.progress->agreed(moved.flags);
+  std::vector<uint8_t> flags = mergeFlags(op, opening.headers);
+  if (op.progress) op.progress->agreed(flags);
   if (op.proposal.op == OwnerOp::reduce) {
-    reduce(op, route, opening, moved);
+    reduce(op, route, opening);
   } else {
-    broadcast(op, route, opening, moved);
+    broadcast(op, route, opening);
   }
-  return moved;
+  return flags;
 }
 
 // Small payload travels in the opening, so it must be there first. Returns whether it is; if not,
@@ -291,14 +290,10 @@ void Exchange::runRounds(Operation& op, size_t count, const std::function<Round(
   }
 }
 
-void Exchange::reduce(Operation& op, const Route& route, const Opening& opening, Moved& moved) {
+void Exchange::reduce(Operation& op, const Route& route, const Opening& opening) {
   const std::vector<TensorSpec>& tensors = op.proposal.tensors;
   const std::vector<Piece>& mine = route.pieces[rank_];
   const int tag = tagOf(op.seq, Phase::payload);
-  for (int owner = 0; owner < size_; ++owner) {
-    if (owner != rank_) moved.sent += route.blocks[owner].bytes;
-  }
-  moved.received = (size_ - 1) * route.blocks[rank_].bytes;
 
   // parts[rank] points to `rank`'s bytes of the piece or block that `slice` lies in.
   std::vector<const char*> parts(size_);
@@ -368,14 +363,11 @@ void Exchange::reduce(Operation& op, const Route& route, const Opening& opening,
   });
 }
 
-void Exchange::broadcast(Operation& op, const Route& route, const Opening& opening, Moved& moved) {
+void Exchange::broadcast(Operation& op, const Route& route, const Opening& opening) {
   const std::vector<const void*> outputs(op.outputs.begin(), op.outputs.end());
   const int tag = tagOf(op.seq, Phase::payload);
-  moved.sent = (size_ - 1) * route.blocks[rank_].bytes;
   for (int owner = 0; owner < size_; ++owner) {
-    if (owner == rank_) continue;
-    moved.received += route.blocks[owner].bytes;
-    if (!route.in_opening[owner]) continue;
+    if (owner == rank_ || !route.in_opening[owner]) continue;
     unpack(route.blocks[owner], op.proposal.tensors, opening.payloadOf(owner), op.outputs);
   }
 

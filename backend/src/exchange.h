@@ -31,18 +31,14 @@ class Exchange {
     using std::runtime_error::runtime_error;
   };
   enum class Phase : int { header = 0, text = 1, flags = 2, payload = 3 };
-  struct Moved {
-    int64_t sent = 0;
-    int64_t received = 0;
-    std::vector<uint8_t> flags;
-  };
 
   // `transport` may be null if size is 1. `channel` separates this exchange's messages from those
   // of others over the same transport.
   Exchange(const std::shared_ptr<Transport>& transport, int rank, int size, int channel);
   ~Exchange();
 
-  Moved run(Operation& op, std::chrono::milliseconds timeout);
+  // Returns the flags of all ranks.
+  std::vector<uint8_t> run(Operation& op, std::chrono::milliseconds timeout);
 
   // Tells every peer, instead of the header of operation `seq`, that this rank takes part in
   // nothing from there on. Does not block; from any thread, but not while run() is active.
@@ -75,8 +71,8 @@ class Exchange {
   void agree(Operation& op, const std::vector<Header>& headers);
   void failTogether(Operation& op, const std::vector<Header>& headers);
   std::vector<uint8_t> mergeFlags(Operation& op, const std::vector<Header>& headers);
-  void reduce(Operation& op, const Route& route, const Opening& opening, Moved& moved);
-  void broadcast(Operation& op, const Route& route, const Opening& opening, Moved& moved);
+  void reduce(Operation& op, const Route& route, const Opening& opening);
+  void broadcast(Operation& op, const Route& route, const Opening& opening);
   // Waits until the slices of this rank's inputs are there, if another operation makes them.
   // `round` is given up on failure.
   void awaitInputs(Operation& op, Round& round, const std::vector<Slice>& slices);

@@ -1,11 +1,13 @@
 #include "host_work.h"
 
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 
 #include <mutex>
 #include <utility>
 
 #include "hooks.h"
+#include "profiled_range.h"
 #include "progress.h"
 
 namespace dmuon {
@@ -24,23 +26,26 @@ std::string messageOf(const std::exception_ptr& error) {
 
 HostWork::HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
                    std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout)
-    : HostWork(rank, type, seq, std::move(name), std::move(outputs), timeout, nullptr, std::nullopt,
-               {}) {}
+    : HostWork(rank, type, seq, std::move(name), std::move(outputs), timeout, "", {}) {}
 
 HostWork::HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
                    std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout,
-                   const char* profiling_title,
-                   const std::optional<std::vector<at::Tensor>>& inputs,
-                   std::shared_ptr<Progress> progress)
-    : OwnerWork(rank, type, profiling_title, inputs),
+                   std::string label, std::shared_ptr<Progress> progress)
+    : OwnerWork(rank, type),
       seq_(seq),
       completion_key_(newCompletionKey()),
       name_(std::move(name)),
       outputs_(std::move(outputs)),
       timeout_(timeout),
+      label_(std::move(label)),
       progress_(std::move(progress)),
       future_(
           c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
+
+void HostWork::profile(const std::string& title, const std::vector<at::Tensor>& inputs) {
+  auto range = std::make_shared<ProfiledRange>(title, inputs);
+  recordFunctionEndCallback_ = [range] { range->close(); };
 }
 
 // A callback that throws must not take the group's thread with it.
@@ -96,6 +101,8 @@ void HostWork::requireOwnProcess() {
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
   requireOwnProcess();
+  at::RecordFunction range(at::RecordScope::USER_SCOPE);
+  if (range.isActive()) range.before("dmuon::wait" + (label_.empty() ? "" : " " + label_));
   {
     std::unique_lock lock(mutex_);
     const auto completed = [this] { return completed_; };

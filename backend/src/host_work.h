@@ -22,11 +22,13 @@ class HostWork final : public OwnerWork {
   // `name` opens error texts; `outputs` are what result() and the future hold.
   HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
            std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout);
-  // Also a range for torch.profiler, from here to the end, and the progress, which ends with it.
+  // Also the label, for what torch.profiler shows of waits, and the progress, which ends with it.
   HostWork(int rank, c10d::OpType type, uint64_t seq, std::string name,
-           std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout,
-           const char* profiling_title, const std::optional<std::vector<at::Tensor>>& inputs,
+           std::vector<at::Tensor> outputs, std::chrono::milliseconds timeout, std::string label,
            std::shared_ptr<Progress> progress);
+
+  // Makes a range for torch.profiler, from here to the end, on this thread. Before it is shared.
+  void profile(const std::string& title, const std::vector<at::Tensor>& inputs);
 
   // Exactly one of these, once. Callbacks on the future run here, on the calling thread.
   void succeed(std::vector<uint8_t> flags);
@@ -60,6 +62,7 @@ class HostWork final : public OwnerWork {
   const std::string name_;
   const std::vector<at::Tensor> outputs_;
   const std::chrono::milliseconds timeout_;
+  const std::string label_;
   const std::shared_ptr<Progress> progress_;
   std::vector<uint8_t> flags_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

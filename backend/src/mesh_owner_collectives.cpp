@@ -86,12 +86,12 @@ struct Stages {
 // One Work for all. A rank's second stage may end before its first, which may still be sending to
 // others. On a device, the last part's streams come after all others.
 OwnerWorkPtr wholeWork(const std::vector<Stages>& parts, int rank, const std::string& name,
-                       Tensors outputs) {
+                       const std::string& label, Tensors outputs) {
   const auto& [one, two] = parts.back();
   if (auto staged = stagedOnDevice(one, two, parts.front().two, rank, outputs)) return staged;
   TORCH_INTERNAL_ASSERT(parts.size() == 1);
   auto whole = c10::make_intrusive<HostWork>(rank, two->retrieveOpType(), two->getSequencenumber(),
-                                             name, std::move(outputs), kNoTimeout);
+                                             name, std::move(outputs), kNoTimeout, label, nullptr);
   auto pending = std::make_shared<std::atomic<int>>(2);
   const auto end = [whole, one = one, two = two, pending](c10::ivalue::Future&) {
     if (pending->fetch_sub(1) > 1) return;
@@ -287,7 +287,8 @@ OwnerWorkPtr MeshOwnerCollectives::reduceToOwners(Tensors inputs, Tensors output
     return Stages{one, two};
   };
   return wholeWork(inParts(*whole, mesh, options, partBytes(), reducePart),
-                   static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
+                   static_cast<int>(mesh.flat(mesh.self)), name, options.label,
+                   std::move(whole->result));
 }
 
 OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
@@ -329,7 +330,8 @@ OwnerWorkPtr MeshOwnerCollectives::broadcastFromOwners(Tensors tensors,
     return Stages{one, two};
   };
   return wholeWork(inParts(*whole, mesh, options, partBytes(), broadcastPart),
-                   static_cast<int>(mesh.flat(mesh.self)), name, std::move(whole->result));
+                   static_cast<int>(mesh.flat(mesh.self)), name, options.label,
+                   std::move(whole->result));
 }
 
 }  // namespace dmuon

@@ -58,9 +58,7 @@ NcclWorkPtr NcclQueue::number(Operation& op) {
   if (!op.proposal.label.empty()) op.name += " '" + op.proposal.label + "'";
   if (op.timeout.count() <= 0) op.timeout = timeout_.load();
   const bool reducing = op.proposal.op == OwnerOp::reduce;
-  OperationCounters& counters = reducing ? counters_.reduce : counters_.broadcast;
-  counters.calls += 1;
-  counters.tensors += static_cast<int64_t>(op.proposal.tensors.size());
+  countSubmission(op, counters_);
   return c10::make_intrusive<NcclWork>(api_, device(), communicator_.rank(),
                                        reducing ? c10d::OpType::REDUCE : c10d::OpType::BROADCAST,
                                        op.seq, op.name, std::move(op.result), std::move(op.memory),
@@ -68,10 +66,8 @@ NcclWorkPtr NcclQueue::number(Operation& op) {
 }
 
 OwnerWorkPtr NcclQueue::submit(const OperationPtr& op) {
-  const bool reducing = op->proposal.op == OwnerOp::reduce;
   requireOwnProcess(toString(op->proposal.op));
-  const char* const title = reducing ? "dmuon::reduce_to_owners" : "dmuon::broadcast_from_owners";
-  RECORD_FUNCTION(title, std::vector<c10::IValue>{});
+  RECORD_FUNCTION(profilingTitle(*op), std::vector<c10::IValue>{});
   const std::string bad_arguments = op->refusal;
   std::lock_guard<std::mutex> issuing(issue_mutex_);
   const NcclWorkPtr work = number(*op);
@@ -187,7 +183,7 @@ void NcclQueue::launch(Operation& op, const NcclWorkPtr& work) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     launching_.reset();
-    count(op);
+    countSuccess(op, communicator_.rank(), size, 0, counters_);
     if (const auto found = refused_.find(op.seq); found != refused_.end()) refused = found->second;
     if (unusable_.empty() && !stopping_) {
       pending_.push_back(std::move(pending));
@@ -201,20 +197,6 @@ void NcclQueue::launch(Operation& op, const NcclWorkPtr& work) {
   changed_.notify_all();
   if (!refused.empty()) becomeUnusable(op.name + ": " + refused, work);
   if (auto why = unusable(); !why.empty()) work->fail(unusableError(op.name));
-}
-
-// Payload by the same formulas as on the CPU; what NCCL's algorithms make of it is its own affair.
-void NcclQueue::count(const Operation& op) {
-  int64_t owned = 0, total = 0;
-  for (const TensorSpec& tensor : op.proposal.tensors) {
-    total += tensor.bytes();
-    if (tensor.owner == communicator_.rank()) owned += tensor.bytes();
-  }
-  const bool reducing = op.proposal.op == OwnerOp::reduce;
-  OperationCounters& counters = reducing ? counters_.reduce : counters_.broadcast;
-  const int64_t to_or_from_peers = (communicator_.size() - 1) * owned;
-  counters.bytes_sent += reducing ? total - owned : to_or_from_peers;
-  counters.bytes_received += reducing ? to_or_from_peers : total - owned;
 }
 
 void NcclQueue::drain() {

@@ -72,7 +72,6 @@ class NcclQueue : public std::enable_shared_from_this<NcclQueue> {
   at::Tensor order(Operation& op, const NcclWorkPtr& work, const c10::Stream& submitted_on);
   void awaitHost(Operation& op);
   void takeFlags(Operation& op, size_t length, const std::vector<uint8_t>& known);
-  void count(const Operation& op);
 
   void watch();
   bool look();

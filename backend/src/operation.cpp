@@ -1,6 +1,8 @@
 #include "operation.h"
 
+#include <array>
 #include <cmath>
+#include <map>
 
 #include "reduce_kernels.h"
 
@@ -135,6 +137,11 @@ OperationPtr filled(OperationPtr op, Fill&& fill) {
   return op;
 }
 
+std::array<OperationCounters*, 2> countersOf(const Operation& op, OwnerCounters& counters) {
+  return {op.proposal.op == OwnerOp::reduce ? &counters.reduce : &counters.broadcast,
+          &counters.by_label[op.proposal.label]};
+}
+
 }  // namespace
 
 OperationPtr makeReduce(const std::vector<at::Tensor>& inputs,
@@ -160,6 +167,41 @@ OperationPtr makeBroadcast(const std::vector<at::Tensor>& tensors,
       addBroadcastTensor(*op, i, tensors[i], owners[i], rank, size, device);
     }
   });
+}
+
+void countSubmission(const Operation& op, OwnerCounters& counters) {
+  for (OperationCounters* c : countersOf(op, counters)) {
+    c->calls += 1;
+    c->tensors += static_cast<int64_t>(op.proposal.tensors.size());
+  }
+}
+
+// What every way of moving it sends: a tensor to be summed once from every other rank to its owner,
+// one to be broadcast once from its owner to every other rank.
+void countSuccess(const Operation& op, int rank, int size, double seconds,
+                  OwnerCounters& counters) {
+  const bool reducing = op.proposal.op == OwnerOp::reduce;
+  std::map<c10::ScalarType, PayloadBytes> moved;
+  for (const TensorSpec& tensor : op.proposal.tensors) {
+    PayloadBytes& bytes = moved[tensor.dtype];
+    const bool owned = tensor.owner == rank;
+    (reducing != owned ? bytes.sent : bytes.received) += tensor.bytes() * (owned ? size - 1 : 1);
+  }
+  for (OperationCounters* c : countersOf(op, counters)) {
+    c->seconds += seconds;
+    for (const auto& [dtype, bytes] : moved) {
+      c->bytes_sent += bytes.sent;
+      c->bytes_received += bytes.received;
+      c->bytes_by_dtype[dtype].sent += bytes.sent;
+      c->bytes_by_dtype[dtype].received += bytes.received;
+    }
+  }
+}
+
+std::string profilingTitle(const Operation& op) {
+  const std::string title = op.proposal.op == OwnerOp::reduce ? "dmuon::reduce_to_owners"
+                                                              : "dmuon::broadcast_from_owners";
+  return op.proposal.label.empty() ? title : title + " " + op.proposal.label;
 }
 
 std::string nameOnGroup(const char* operation, const std::string& group, int rank, int size) {

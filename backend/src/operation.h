@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -38,6 +39,7 @@ struct Operation {
   std::shared_ptr<Progress> source;
   std::shared_ptr<Progress> progress;
   std::chrono::milliseconds timeout{0};
+  std::chrono::steady_clock::time_point submitted;
   HostWorkPtr work;
 };
 
@@ -52,6 +54,13 @@ OperationPtr makeReduce(const std::vector<at::Tensor>& inputs,
 OperationPtr makeBroadcast(const std::vector<at::Tensor>& tensors,
                            const std::vector<int64_t>& owners, OwnerOptions options, int rank,
                            int size, c10::Device device = c10::DeviceType::CPU);
+
+// Both count into counters. `seconds`: what the operation took.
+void countSubmission(const Operation& op, OwnerCounters& counters);
+void countSuccess(const Operation& op, int rank, int size, double seconds, OwnerCounters& counters);
+
+// "dmuon::reduce_to_owners layers.0:reduce"
+std::string profilingTitle(const Operation& op);
 
 // "dmuon: reduce_to_owners on group 'shard' rank 2 of 4".
 std::string nameOnGroup(const char* operation, const std::string& group, int rank, int size);

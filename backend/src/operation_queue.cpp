@@ -12,10 +12,6 @@
 namespace dmuon {
 namespace {
 
-const char* profilingTitle(OwnerOp op) {
-  return op == OwnerOp::reduce ? "dmuon::reduce_to_owners" : "dmuon::broadcast_from_owners";
-}
-
 float millisecondsSince(Clock::time_point start) {
   return std::chrono::duration<float, std::milli>(Clock::now() - start).count();
 }
@@ -70,13 +66,11 @@ OwnerWorkPtr OperationQueue::submit(const OperationPtr& op) {
   if (!op->proposal.label.empty()) op->name += " '" + op->proposal.label + "'";
   if (op->timeout.count() <= 0) op->timeout = timeout_.load();
   if (size_ > 1) op->progress = std::make_shared<Progress>(op->proposal.tensors.size());
-  const bool profiled = at::hasCallbacks();
-  op->work = c10::make_intrusive<HostWork>(
-      rank_, type, op->seq, op->name, std::move(op->result), op->timeout,
-      profiled ? profilingTitle(op->proposal.op) : nullptr,
-      profiled ? std::optional(op->memory) : std::nullopt, op->progress);
-  countersOf(*op).calls += 1;
-  countersOf(*op).tensors += static_cast<int64_t>(op->proposal.tensors.size());
+  op->submitted = Clock::now();
+  op->work = c10::make_intrusive<HostWork>(rank_, type, op->seq, op->name, std::move(op->result),
+                                           op->timeout, op->proposal.label, op->progress);
+  if (at::hasCallbacks()) op->work->profile(profilingTitle(*op), op->memory);
+  countSubmission(*op, counters_);
   if (stopping_ || !unusable_.empty()) {
     lock.unlock();
     failUnusable(*op);
@@ -121,10 +115,10 @@ void OperationQueue::execute(Operation& op) {
   const auto started = Clock::now();
   std::exception_ptr error;
   bool fatal_error = false;
-  Exchange::Moved moved;
+  std::vector<uint8_t> flags;
   try {
     awaitDependencies(op);
-    moved = exchange_.run(op, op.timeout);
+    flags = exchange_.run(op, op.timeout);
   } catch (const Exchange::Fatal& fatal) {
     fatal_error = true;
     becomeUnusable(fatal.what(), op.seq + 1);
@@ -144,10 +138,10 @@ void OperationQueue::execute(Operation& op) {
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    countersOf(op).bytes_sent += moved.sent;
-    countersOf(op).bytes_received += moved.received;
+    const double seconds = std::chrono::duration<double>(Clock::now() - op.submitted).count();
+    countSuccess(op, rank_, size_, seconds, counters_);
   }
-  op.work->succeed(std::move(moved.flags));
+  op.work->succeed(std::move(flags));
   if (hooks_) hooks_->completed(op.work->getCompletionKey(), millisecondsSince(started));
 }
 
@@ -305,10 +299,6 @@ OwnerCounters OperationQueue::counters() const {
   requireOwnProcess("counters");
   std::lock_guard<std::mutex> lock(mutex_);
   return counters_;
-}
-
-OperationCounters& OperationQueue::countersOf(const Operation& op) {
-  return op.proposal.op == OwnerOp::reduce ? counters_.reduce : counters_.broadcast;
 }
 
 }  // namespace dmuon

@@ -55,7 +55,6 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   void becomeUnusable(const std::string& why, uint64_t next_header);
   void leave(std::unique_lock<std::mutex>& lock, uint64_t next_header);
   void failUnusable(Operation& op);
-  OperationCounters& countersOf(const Operation& op);
   bool onWorkerThread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
   const int rank_;

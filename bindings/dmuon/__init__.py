@@ -38,7 +38,8 @@ from ._muon import Muon
 from ._owned_tensor import OwnedTensor
 from ._paths import cmake_prefix_path
 from ._qk_clip import QKClip, max_logits
-from ._stats import Stats, stats
+from ._sizing import StepMemory, Traffic, step_memory, step_traffic
+from ._stats import Stats, UnitStats, stats
 
 _backend.register()
 
@@ -55,6 +56,9 @@ __all__ = [
     "ProcessGroupDMuon",
     "QKClip",
     "Stats",
+    "StepMemory",
+    "Traffic",
+    "UnitStats",
     "__version__",
     "broadcast_from_owners",
     "clip_grad_norm_",
@@ -69,4 +73,6 @@ __all__ = [
     "reduce_to_owners",
     "register_forward_method",
     "stats",
+    "step_memory",
+    "step_traffic",
 ]

@@ -26,6 +26,12 @@ py::dict toDict(const OperationCounters& c) {
   d["tensors"] = c.tensors;
   d["bytes_sent"] = c.bytes_sent;
   d["bytes_received"] = c.bytes_received;
+  d["seconds"] = c.seconds;
+  py::dict dtypes;  // torch.dtype: (sent, received)
+  for (const auto& [dtype, bytes] : c.bytes_by_dtype) {
+    dtypes[py::cast(dtype)] = py::make_tuple(bytes.sent, bytes.received);
+  }
+  d["bytes_by_dtype"] = dtypes;
   return d;
 }
 
@@ -33,6 +39,9 @@ py::dict toDict(const OwnerCounters& c) {
   py::dict d;
   d["reduce"] = toDict(c.reduce);
   d["broadcast"] = toDict(c.broadcast);
+  py::dict labels;
+  for (const auto& [label, counters] : c.by_label) labels[py::str(label)] = toDict(counters);
+  d["by_label"] = labels;
   return d;
 }
 

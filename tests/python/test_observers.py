@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import dmuon
+from dmuon._mesh import MeshView
 
 # Completion hooks and per-backend recorders came with torch 2.15.
 needs_recorder = pytest.mark.skipif(
@@ -105,7 +109,8 @@ def trace(rank: int, folder: str) -> list[tuple[str, float, float]]:
     file = f"{folder}/trace{rank}.json"
     profiler.export_chrome_trace(file)
     events = json.loads(Path(file).read_text())["traceEvents"]
-    return [(e["name"], e["ts"], e["dur"]) for e in events if e["name"].startswith("dmuon::")]
+    ours = [(e["name"], e["ts"], e["dur"]) for e in events if e["name"].startswith("dmuon::")]
+    return [event for event in ours if not event[0].startswith("dmuon::wait")]
 
 
 def test_owner_collectives_are_ranges_of_the_profiler(tmp_path):
@@ -115,3 +120,79 @@ def test_owner_collectives_are_ranges_of_the_profiler(tmp_path):
             "dmuon::broadcast_from_owners",
         ]
         assert all(duration > 0 for _, _, duration in events)
+
+
+def stop_in_flight(rank: int, all_threads: bool) -> list[str]:
+    """Profilers that come and go while operations are under way."""
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    tensors = [torch.full((256, 256), rank + 1.0) for _ in range(8)]
+    owners = [i % 2 for i in range(8)]
+    dmuon.reduce_to_owners(tensors, owners)
+    names: list[str] = []
+    for _ in range(6):
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+            first = dmuon.broadcast_from_owners(tensors, owners, async_op=True)
+            first.wait()
+            second = dmuon.broadcast_from_owners(tensors, owners, async_op=True)
+        gc.collect()
+        names += [e.name for e in profiler.events() if e.name.startswith("dmuon::broadcast")]
+        second.wait()
+    return names
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_a_profiler_may_be_stopped_while_operations_are_under_way(all_threads):
+    for names in run_ranks(2, stop_in_flight, all_threads):
+        assert len(names) >= 6 and set(names) == {"dmuon::broadcast_from_owners"}
+
+
+def wait_for_a_late_rank(rank: int, folder: str) -> list[tuple[str, float]]:
+    weight = [torch.full((64, 64), rank + 1.0)]
+    dmuon.reduce_to_owners(weight, [0])
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+        dmuon.reduce_to_owners(weight, [0])
+    file = f"{folder}/trace{rank}.json"
+    profiler.export_chrome_trace(file)
+    events = json.loads(Path(file).read_text())["traceEvents"]
+    return [(e["name"], e["dur"] / 1e6) for e in events if e["name"].startswith("dmuon::wait")]
+
+
+def test_what_the_host_waits_for_is_a_range_of_the_profiler(tmp_path):
+    early, late = run_ranks(2, wait_for_a_late_rank, str(tmp_path))
+    ((name, seconds),) = early
+    assert name == "dmuon::wait" and seconds > 0.1
+    assert [name for name, _ in late] == ["dmuon::wait"]
+
+
+def labelled(rank: int) -> dict:
+    """Counters by label, with two dtypes, of a channel of its own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    channel = MeshView(mesh).channel("test")
+    mixed = [torch.full((4, 6), rank + 1.0), torch.full((8,), rank + 1.0, dtype=torch.bfloat16)]
+    outputs = [mixed[0], mixed[1]]
+    channel.reduce_to_owners(mixed, outputs, [(0, 0), (0, 1)], 1.0, "a:reduce").wait()
+    channel.broadcast_from_owners(mixed, [(0, 0), (0, 1)], "a:publish").wait()
+    channel.broadcast_from_owners(mixed[:1], [(0, 0)], "b:publish").wait()
+    return channel.counters()["shard"]
+
+
+def test_counters_are_kept_by_label_and_dtype():
+    for rank, counters in enumerate(run_ranks(2, labelled)):
+        labels = counters["by_label"]
+        assert set(labels) == {"a:reduce", "a:publish", "b:publish"}
+        wide, half = (96, 0) if rank == 1 else (0, 96), (16, 0) if rank == 0 else (0, 16)
+        assert labels["a:reduce"]["bytes_by_dtype"] == {torch.float32: wide, torch.bfloat16: half}
+        back = {torch.float32: wide[::-1], torch.bfloat16: half[::-1]}
+        assert labels["a:publish"]["bytes_by_dtype"] == back
+        assert labels["b:publish"]["bytes_by_dtype"] == {torch.float32: wide[::-1]}
+        for label in labels.values():
+            assert label["calls"] == 1 and 0 < label["seconds"] < 30
+        for operation, names in (
+            ("reduce", ["a:reduce"]),
+            ("broadcast", ["a:publish", "b:publish"]),
+        ):
+            for key in ("calls", "tensors", "bytes_sent", "bytes_received"):
+                assert counters[operation][key] == sum(labels[name][key] for name in names)
