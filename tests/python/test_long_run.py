@@ -119,5 +119,5 @@ def run_and_replay(rank):
 def test_nothing_grows_and_a_replay_gives_the_same_bits():
     for same, finite, before, after, left in run_ranks(4, run_and_replay, limit=30 + STEPS):
         assert same and finite and left == []
-        assert after[0] - before[0] < 4096, (before, after)  # KiB, of the allocator's own
+        assert after[0] - before[0] < 4096, (before, after)  # KiB
         assert after[1:] == before[1:]
