@@ -244,6 +244,46 @@ def test_after_an_exception_in_backward_the_model_is_whole():
         check(got, expected)
 
 
+class Fragile(Model):
+    """Calls a module of a block whose own forward does not run, and may fail in it."""
+
+    broken = False
+
+    def forward(self, x):
+        if self.broken:
+            self.layers[0].fc1(x[..., :1])  # a wrong shape
+        return super().forward(self.layers[1].fc2(self.layers[1].fc1(x)))
+
+
+def fail_outside_the_block(rank):
+    torch.manual_seed(0)
+    model = Fragile()
+    dmuon.dedicate_params(model, make_mesh("(2,2)"), predicate=lambda n, p: True)
+    whole = []
+    for broken in (True, False, True):
+        model.broken = broken
+        try:
+            model(inputs(rank)).pow(2).sum()
+        except RuntimeError as error:
+            assert "shape" in str(error)
+        model.zero_grad()
+        whole.append(all(isinstance(p, dmuon.OwnedTensor) for p in model.parameters()))
+    model.broken = False
+    model(inputs(rank)).pow(2).sum().backward()
+    return whole, gradients(model)
+
+
+def test_after_an_exception_outside_its_block_a_module_is_at_rest():
+    torch.manual_seed(0)
+    model = Fragile()
+    for rank in range(4):
+        (model(inputs(rank)).pow(2).sum() / 4).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    for whole, got in run_ranks(4, fail_outside_the_block):
+        assert whole == [True] * 3
+        check(got, expected)
+
+
 def step_between(rank):
     model = build("(2,2)")
     optimizer = dmuon.Muon(model)
