@@ -16,6 +16,7 @@ from block_reference import Reference
 from models import full, make_mesh
 from ranks import run_ranks
 from reference import relative
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
@@ -213,3 +214,34 @@ def test_three_steps_are_those_of_one_process(name):
                     else:
                         assert (got[0][n] - gradient).abs().max() <= 1e-6, where
                     assert relative(got[1][n], wanted[1][n]) <= 1e-5, where
+
+
+def use_after_training(rank, folder):
+    """Generation with and without ``full_params``, and what ``save_pretrained`` writes."""
+    model, mesh = build("llama"), make_mesh("(2,2)")
+    dmuon.dedicate_params(model, mesh)
+    for _, layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, lr=LR)
+    model(**batch("llama", 0, rank)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        build("llama").save_pretrained(folder, state_dict=whole)
+    torch.distributed.barrier()
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    model.eval()
+    ids = batch("llama", 1, 0)["input_ids"]
+    how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    expected = plain.generate(ids, **how)
+    outside = model.generate(ids, **how)
+    with dmuon.full_params(model):
+        inside = model.generate(ids, **how)
+    assert expected.shape == (2, 12)
+    return torch.equal(outside, expected), torch.equal(inside, expected)
+
+
+def test_a_trained_model_generates_as_what_save_pretrained_wrote_of_it(tmp_path):
+    assert run_ranks(4, use_after_training, str(tmp_path)) == [(True, True)] * 4
