@@ -40,6 +40,7 @@ from ._paths import cmake_prefix_path
 from ._qk_clip import QKClip, max_logits
 from ._sizing import StepMemory, Traffic, step_memory, step_traffic
 from ._stats import Stats, UnitStats, stats
+from ._timeline import plot_timeline, timeline_rows
 
 _backend.register()
 
@@ -70,9 +71,11 @@ __all__ = [
     "max_logits",
     "newton_schulz",
     "no_sync",
+    "plot_timeline",
     "reduce_to_owners",
     "register_forward_method",
     "stats",
     "step_memory",
     "step_traffic",
+    "timeline_rows",
 ]

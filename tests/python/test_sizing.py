@@ -228,10 +228,10 @@ def measured_memory(rank, layout, reshard, blocks, width):
             peak = resident("VmHWM")
         return before, peak, plan
 
-    train(1)  # connections, threads, pools
+    train(2)  # connections, threads, pools
     gc.collect()
     start = resident("VmRSS")
-    before, peak, plan = train(2)
+    before, peak, plan = train(3)
     slot = (0, rank) if layout == "(4)" else divmod(rank, 2)
     formula = dmuon.step_memory(plan, slot, reshard_after_forward=reshard)
     return peak - start, peak - before, formula
