@@ -20,7 +20,8 @@ from ._fsdp import param_groups
 from ._hiding import hide
 from ._mesh import MeshView, format_mesh, local_like
 from ._owned_tensor import OwnedTensor
-from ._runtime import Entry, Runtime, runtimes_of
+from ._runtime import Runtime, runtimes_of
+from ._unit import Entry
 
 _COSTS = ("measured", "flops")
 

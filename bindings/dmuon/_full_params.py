@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from ._runtime import Unit, runtimes_of
+from ._runtime import runtimes_of
+from ._unit import Unit
 
 
 @contextmanager

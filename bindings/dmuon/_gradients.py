@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from . import _C
 from ._owned_tensor import OwnedTensor
-from ._runtime import Unit, own_gradient
+from ._unit import Unit, own_gradient
 
 
 def local_gradient(p: torch.Tensor) -> torch.Tensor | None:

@@ -31,7 +31,8 @@ from ._muon_options import (
 )
 from ._muon_state import fit_muon_state, init_adamw_state, local_part
 from ._owned_tensor import OwnedTensor
-from ._runtime import Runtime, Unit, runtimes_of
+from ._runtime import Runtime, runtimes_of
+from ._unit import Unit
 
 #: Called inside ``step``; see ``Muon.register_update_hook``.
 UpdateHook = Callable[["Muon"], None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._owned_tensor import OwnedTensor
-from ._runtime import Unit
+from ._unit import Unit
 
 #: An update takes at least so many elements at once, if they are there. On a GPU it goes through
 #: matrices of equal shapes together; on a CPU one by one.

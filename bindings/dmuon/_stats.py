@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.nn as nn
 
-from ._runtime import Runtime, Unit, runtimes_of
+from ._runtime import Runtime, runtimes_of
 from ._sizing import ALIGNMENT, Traffic
+from ._unit import Unit
 
 OPERATIONS = ("unshard", "publish", "reduce")
 
