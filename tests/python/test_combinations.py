@@ -161,9 +161,7 @@ def all_pairs(rank, layout, kind):
 def test_every_pair_of_settings_leaves_the_bits_alone(layout, kind):
     for far, differ in run_ranks(4, all_pairs, layout, kind):
         assert differ == []
-        for (half, micros), distance in far.items():
-            # Gradients that no_sync keeps are added up in bf16: see the test below.
-            assert distance < (2e-2 if half and micros > 1 else 1e-5), far
+        assert all(distance < 1e-5 for distance in far.values()), far
 
 
 def accumulate_halves(rank):
@@ -178,7 +176,6 @@ def accumulate_halves(rank):
     return {n: full(p.grad) for n, p in model.named_parameters()}
 
 
-@pytest.mark.xfail(reason="gradients under no_sync are added up in param_dtype", strict=True)
 def test_micro_batches_of_bf16_are_added_up_in_the_dtype_of_the_reduction():
     expected = build(None)
     for micro, rank in itertools.product(range(2), range(4)):

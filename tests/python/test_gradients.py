@@ -169,24 +169,6 @@ def test_hooks_on_a_resting_parameter_run_on_its_reduced_gradient():
 # --- accumulation --------------------------------------------------------------------------------
 
 
-def freeze_between(rank, layout):
-    model, inner = build(layout)
-    params = dedicated(inner)
-    name, p = next(iter(params.items()))
-    with dmuon.no_sync(model):
-        backward(model, 0, rank)
-    p.requires_grad_(False)
-    backward(model, 1, rank)
-    got = {n: full(q.grad) for n, q in params.items()}
-    expected = {**reference(0, 1), name: reference(0)[name]}
-    return all((got[n] - expected[n]).abs().max().item() < 1e-6 for n in got)
-
-
-@pytest.mark.parametrize("layout", ["(4)", "(2,2)"])
-def test_what_was_accumulated_before_a_freeze_is_reduced(layout):
-    assert run_ranks(4, freeze_between, layout) == [True] * 4
-
-
 class Sum(nn.Module):
     def __init__(self):
         super().__init__()
