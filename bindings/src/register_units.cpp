@@ -62,7 +62,6 @@ void registerUnit(py::module_& m) {
            py::arg("unshard"), py::arg("publish"), py::arg("reduce_dtype"))
       .def_property_readonly("name", &DedicatedUnit::name)
       .def_property_readonly("unsharded", &DedicatedUnit::unsharded)
-      .def_property_readonly("complete", [](DedicatedUnit& u) { return u.gradients().complete(); })
       .def_property_readonly("unsharded_bytes", &DedicatedUnit::unshardedBytes)
       .def_property_readonly("stale", &DedicatedUnit::stale)
       .def_property_readonly("counters",
