@@ -369,9 +369,10 @@ class Muon(torch.optim.Optimizer):
             batch.moments.append(local_part(state["second_momentum_buffer"]))
         if rounded:
             batch.streams.append((row.number, int(state["step"])))
-        for runtime in _runtimes_behind([p]):
+        source = p._gradient_source()[0] if isinstance(p, OwnedTensor) else None
+        if isinstance(source, Unit):
             stacked = p.shape[0] if p.ndim == 3 else 1
-            runtime.orthogonalized += stacked * (len(blocks[1]) if blocks else 1)
+            source.orthogonalized += stacked * (len(blocks[1]) if blocks else 1)
 
     def _update(self, batches: dict[int, tuple[dict[str, Any], Batch]]) -> None:
         for group, batch in batches.values():

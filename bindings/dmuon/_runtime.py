@@ -61,7 +61,6 @@ class Runtime:
         self.bound = False
         self._alive: weakref.ref[_Token] = weakref.ref(_Token())
         self.no_sync_depth = 0
-        self.orthogonalized = 0  # by this rank, since construction
         self.steps = 0
         view.runtime = weakref.ref(self)
         model.__dict__.setdefault(_RUNTIMES, []).append(self)

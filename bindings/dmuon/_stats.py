@@ -19,10 +19,10 @@ OPERATIONS = ("unshard", "publish", "reduce")
 class UnitStats:
     """One unit: how often it moved, its size, and the seconds that this rank has waited for it.
 
-    ``prefetches``: how many of the unshards were started ahead of their use. ``bytes``: by
-    operation and dtype, e.g. ``bytes["reduce"]["float32"].sent``. ``in_flight_s``: seconds between
-    the start of an operation and its end, by operation; empty on CUDA, where only the device sees
-    the end.
+    ``prefetches``: how many of the unshards were started ahead of their use.
+    ``orthogonalizations``: of the matrices that this rank owns. ``bytes``: by operation and dtype,
+    e.g. ``bytes["reduce"]["float32"].sent``. ``in_flight_s``: seconds between the start of an
+    operation and its end, by operation; empty on CUDA, where only the device sees the end.
     """
 
     name: str
@@ -35,6 +35,7 @@ class UnitStats:
     publish_wait_s: float
     reduce_wait_s: float
     prefetches: float
+    orthogonalizations: float
     bytes: dict[str, dict[str, Traffic]] = dataclasses.field(default_factory=dict)
     in_flight_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -162,7 +163,7 @@ def stats(model: nn.Module) -> Stats:
         steps=max(r.steps for r in runtimes),
         matrices=len(entries),
         owned=sum(e.owner == r.view.slot for r, e in entries),
-        orthogonalizations=sum(r.orthogonalized for r in runtimes),
+        orthogonalizations=sum(u.orthogonalized for r in runtimes for u in r.units),
         imbalance=max(r.plan.imbalance for r in runtimes),
         bytes=totals,
         units=units,
@@ -214,6 +215,7 @@ def _unit_stats(unit: Unit, counters: dict[str, dict[str, Any]]) -> UnitStats:
         unit.core.name,
         unit.core.unsharded_bytes,
         prefetches=unit.prefetches,
+        orthogonalizations=unit.orthogonalized,
         bytes=moved,
         in_flight_s=seconds,
         **unit.core.counters,

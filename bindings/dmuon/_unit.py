@@ -63,6 +63,7 @@ class Unit:
         self.in_backward = False
         self.awaited = False  # a backward through it is expected
         self.prefetches = 0
+        self.orthogonalized = 0  # matrices, by this rank
         self.held = 0  # by full_params, nested
         self._held_versions: list[int] = []
         self.core: _C.DedicatedUnit

@@ -105,7 +105,7 @@ def train(rank, layout, reshard):
 @pytest.mark.parametrize(
     ("layout", "reshard"), [("(4)", True), ("(2,2)", True), ("(2,2)", False), ("(4,1)", True)]
 )
-def test_experts_without_tokens_on_some_ranks_or_on_all(layout, reshard):
+def test_experts_without_tokens_on_some_ranks_or_on_all(transport, layout, reshard):
     assert run_ranks(4, train, layout, reshard) == [[]] * 4
 
 

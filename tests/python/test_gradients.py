@@ -96,7 +96,7 @@ def drop(rank, layout, pending):
         ("(2,2)", "all_reduce"),
     ],
 )
-def test_every_way_to_forget_gradients_forgets_those_that_are_pending(layout, pending):
+def test_every_way_to_forget_gradients_forgets_those_that_are_pending(transport, layout, pending):
     assert run_ranks(4, drop, layout, pending) == [[]] * 4
 
 
@@ -255,7 +255,7 @@ def poison(rank, layout, what, where):
         ("ddp", "nan", "layers.2.up_proj.weight"),
     ],
 )
-def test_a_nan_on_one_rank_makes_all_skip_the_step(layout, what, where):
+def test_a_nan_on_one_rank_makes_all_skip_the_step(transport, layout, what, where):
     results = run_ranks(4, poison, layout, what, where)
     assert [bad for bad, _ in results] == [[]] * 4
     messages = [message for _, caught in results for message in caught]

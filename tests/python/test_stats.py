@@ -52,6 +52,7 @@ def test_stats_between_two_moments_are_those_of_the_steps_between():
             **formula,
         }
         assert each.orthogonalizations == after.owned
+        assert sum(u.orthogonalizations for u in each.units) == after.owned
         for unit, whole, first in zip(each.units, after.units, before.units):
             assert (unit.unshards, unit.reduces, unit.publishes) == (2, 1, 1)
             assert unit.unshard_wait_s * 4 == pytest.approx(
