@@ -13,7 +13,8 @@ time is the slowest rank's, the table shows medians. CPU seconds are summed over
 with fewer cores than ranks they say more than the clock.
 
 "dmuon sync" is dmuon with prefetch=0 and replicate_async=False: nothing hidden. For both, the
-seconds that a rank has waited for weights and updates are printed, per step, averaged over ranks.
+seconds that a rank has waited for weights and updates are printed, per step, averaged over ranks;
+for updates, of those that are followed by a forward.
 
 "bound" is what dmuon could reach at best: the AdamW step plus the Newton-Schulz of the matrices
 that a rank owns, timed alone with all ranks at work.
@@ -46,6 +47,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
+from dmuon._runtime import runtimes_of
 
 BURST = 3  # steps on end
 VARIANTS = ("adamw", "dmuon", "dmuon sync", "naive")
@@ -117,12 +119,11 @@ class Variant:
             optimizer.zero_grad()
 
     def waits(self) -> Tensor:
-        """Return the seconds this rank has waited for unshard, publish; waits for the last one."""
-        if not self.dedicated:
-            return torch.zeros(2, dtype=torch.float64)
-        units = dmuon.stats(self.model).units
-        sums = [sum(u.unshard_wait_s for u in units), sum(u.publish_wait_s for u in units)]
-        return torch.tensor(sums, dtype=torch.float64)
+        """Return the seconds this rank has waited for unshard, publish; waits for nothing."""
+        units = [unit for runtime in runtimes_of(self.model) for unit in runtime.units]
+        keys = ("unshard_wait_s", "publish_wait_s")
+        counters = [unit.core.counters for unit in units]
+        return torch.tensor([sum(c[key] for c in counters) for key in keys], dtype=torch.float64)
 
     def measure(self, tokens: Tensor, split: bool, keep: bool) -> None:
         """Take a step and time the optimizer's phase (`split`), or BURST whole steps."""
@@ -135,8 +136,10 @@ class Variant:
             if split:
                 dist.barrier()
                 start = time.perf_counter()
+            waited = self.waits() - before
             self.update()
-        waited = (self.waits() - before) / steps
+        if self.dedicated:
+            dmuon.stats(self.model)  # waits for the last update, which nothing hides here
         dist.barrier()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         if keep and split:
@@ -144,6 +147,7 @@ class Variant:
         elif keep:
             self.whole.append(slowest(seconds) / steps)
             self.cpu.append(total(cpu) / steps)
+            waited /= torch.tensor([steps, steps - 1])  # the first forward had nothing to wait for
             dist.all_reduce(waited)
             self.waited.append((waited / dist.get_world_size()).tolist())
 
