@@ -85,8 +85,8 @@ def all_ways(rank, layout):
 
 
 @pytest.mark.parametrize("layout", ["(4)", "(2,2)", "(4,1)", "ddp"])
-def test_prefetch_and_async_publish_change_no_bit_and_no_byte(layout):
-    for differ, prefetches in run_ranks(4, all_ways, layout):
+def test_prefetch_and_async_publish_change_no_bit_and_no_byte(transport, layout):
+    for differ, prefetches in run_ranks(4, all_ways, layout, limit=180):
         assert differ == []
         for (_, depth), count in prefetches.items():
             assert (count > 0) == (depth > 0 and layout in SHARDED)

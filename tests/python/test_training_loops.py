@@ -450,7 +450,7 @@ def evaluation_between(rank, layout, reshard):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reshard", [True, False], ids=["Z3", "Z2"])
-def test_an_evaluation_before_the_step_does_not_keep_old_weights(layout, reshard):
+def test_an_evaluation_before_the_step_does_not_keep_old_weights(transport, layout, reshard):
     for got, expected in run_ranks(4, evaluation_between, layout, reshard):
         assert torch.allclose(got, expected, atol=1e-6)
 

@@ -228,9 +228,9 @@ def traffic(rank, layout, checks):
 
 
 def interleaved(rank, layout, checks):
-    """A user's own collectives between and during those of 50 steps."""
+    """A user's own collectives between and during those of 100 steps."""
     model, optimizer = set_up(layout)
-    for step in range(50):
+    for step in range(100):
         early = torch.full((3,), float(rank + step))
         work = dist.all_reduce(early, async_op=True)
         loss = model(data(step, rank)).pow(2).mean()
