@@ -23,6 +23,18 @@ def param_groups(module: nn.Module) -> list[Any]:
     return [g for g in groups if g is not None]
 
 
+def named_sharded(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()`` as they are at rest, also while FSDP2 has put whole ones in."""
+    sharded = {
+        id(whole): p.sharded_param
+        for module in model.modules()
+        for group in param_groups(module)
+        for p in group.fsdp_params
+        if (whole := getattr(p, "_unsharded_param", None)) is not None
+    }
+    return [(name, sharded.get(id(p), p)) for name, p in model.named_parameters()]
+
+
 @dataclass
 class Enclosing:
     """The fully_shard modules that a unit answers to."""

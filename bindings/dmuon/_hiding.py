@@ -2,18 +2,20 @@
 
 FSDP2 takes a module's parameters from ``named_parameters(recurse=False)``. A module that directly
 holds dedicated parameters therefore gets, by a class swap as FSDP2 itself does, a view of that one
-method that leaves them out, until FSDP2 has taken the module, the optimizer has been built or the
-first forward has run. Everything else (``named_parameters()``, ``state_dict()``, ...) stays true.
+method that leaves them out for FSDP2's own code, until that has taken the module or the first
+forward has run. Everybody else, and everything else, sees them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch.nn as nn
 
 _NAMES = "_dmuon_hidden_names"
+_FSDP2 = "torch.distributed.fsdp."
 _swapped: dict[type, type] = {}
 
 
@@ -26,15 +28,14 @@ class DedicatedModule:
         named: Any = super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
         hidden = self.__dict__.get(_NAMES)
         if recurse or not hidden or getattr(self, "_is_fsdp_managed_module", False):
-            yield from named
-            return
-        for name, parameter in named:
-            if name.rpartition(".")[2] not in hidden:
-                yield name, parameter
+            return named
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_FSDP2):
+            return named
+        return (pair for pair in named if pair[0].rpartition(".")[2] not in hidden)
 
 
 def hide(module: nn.Module, name: str) -> None:
-    """Leaves ``name`` out of ``module.named_parameters(recurse=False)`` for now."""
+    """Hides ``module``'s parameter ``name`` from FSDP2 for now."""
     cls = module.__class__
     if not issubclass(cls, DedicatedModule):
         if cls not in _swapped:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -17,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from . import _C
 from ._blocks import blocks_by_name, check_used, resolve_group
 from ._clip import clip_grad_norm_
+from ._following import FollowingOptimizer
 from ._gradients import local_gradient, nonfinite
 from ._muon_batches import Batch, Row, rows_by_unit
-from ._muon_groups import check_gradient, check_parameter, check_same_parameters, split_model
+from ._muon_groups import check_gradient, check_parameter, split_model
 from ._muon_load import check_state, copy_state, take_options
 from ._muon_options import (
     MOMENTUM_DTYPES,
@@ -29,7 +31,7 @@ from ._muon_options import (
     muon_hyper,
     state_options,
 )
-from ._muon_state import fit_muon_state, init_adamw_state, local_part
+from ._muon_state import fit_muon_state, init_adamw_state, local_part, owned_states
 from ._owned_tensor import OwnedTensor
 from ._runtime import Runtime, runtimes_of
 from ._unit import Unit
@@ -40,7 +42,7 @@ UpdateHook = Callable[["Muon"], None]
 _NONFINITE = ("skip", "raise", "ignore")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(FollowingOptimizer):
     """Muon (K. Jordan et al., 2024), each matrix on its owner alone; AdamW for everything else.
 
     Matrices follow ``torch.optim.Muon``: ``buf += (1 - momentum)(g - buf)``; orthogonalize
@@ -142,14 +144,13 @@ class Muon(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.skipped_steps = 0
         self._runtimes: list[Runtime] = []
-        self._unchecked = True  # whether the model was wrapped since
-        self._model: weakref.ref[nn.Module] | None = None
-        self._names: dict[int, str] = {}
+        self._consolidated = False
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
         self._master_versions: dict[int, int] = {}
         self._fitted: dict[int, tuple[Any, ...]] = {}
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._workspace = _C.NewtonSchulzWorkspace()
+        self._prepare_to_follow()
         groups = self._groups(model_or_params, list(param_groups or []))
         super().__init__(groups, {})
         self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
@@ -206,6 +207,7 @@ class Muon(torch.optim.Optimizer):
             place = f"{position} of group {len(self.param_groups)}"
             self._names.setdefault(id(parameter), place)
             check_parameter(parameter, self._names[id(parameter)], algorithm)
+        self._order += [self._names[id(parameter)] for parameter in params]
         self._settle(group)
         super().add_param_group(group)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
@@ -234,12 +236,12 @@ class Muon(torch.optim.Optimizer):
     def _fit_state(self, group: dict[str, Any]) -> None:
         for i, p in enumerate(group["params"]):
             if group["algorithm"] == "adamw":
-                if p not in self.state:
-                    init_adamw_state(self.state[p], p)
+                if p not in self._states:
+                    init_adamw_state(self._states[p], p)
                 continue
-            fresh = "master" not in self.state[p]
-            fit_muon_state(self.state[p], p, group, _blocks(group, i))
-            if fresh and "master" in self.state[p]:
+            fresh = "master" not in self._states[p]
+            fit_muon_state(self._states[p], p, group, _blocks(group, i))
+            if fresh and "master" in self._states[p]:
                 self._master_versions[id(p)] = local_part(p)._version
         self._fitted[id(group)] = state_options(group)
 
@@ -252,15 +254,9 @@ class Muon(torch.optim.Optimizer):
     def _use(self, runtimes: Iterable[Runtime]) -> None:
         for runtime in runtimes:
             if runtime not in self._runtimes:
-                runtime.bind()
+                runtime.check()
+                runtime.followers.add(self)
                 self._runtimes.append(runtime)
-
-    def _check_parameters(self) -> None:
-        """At the first use: nobody has wrapped the model since the optimizer was built."""
-        if self._unchecked:
-            model = None if self._model is None else self._model()
-            check_same_parameters(model, self.param_groups, self._names)
-            self._unchecked = False
 
     # --- step ----------------------------------------------------------------------------------
 
@@ -270,7 +266,8 @@ class Muon(torch.optim.Optimizer):
 
         A collective over the mesh where there are dedicated parameters: every rank must call it.
         """
-        self._check_parameters()
+        self.follow_model(last=True)
+        self._forget_consolidated()
         for runtime in self._runtimes:
             runtime.check_step()
         loss = None
@@ -350,7 +347,7 @@ class Muon(torch.optim.Optimizer):
 
     def _add(self, batch: Batch, row: Row, gradient: torch.Tensor) -> None:
         p, group = row.p, row.group
-        state = self.state[p]
+        state = self._states[p]
         rounded = "step" in state
         if rounded:
             state["step"] += 1  # on every rank
@@ -391,9 +388,9 @@ class Muon(torch.optim.Optimizer):
     def _weight(self, p: torch.Tensor) -> torch.Tensor:
         """What the update changes on this rank: the fp32 master, or the parameter itself."""
         local = local_part(p)
-        if "master" not in self.state[p]:
+        if "master" not in self._states[p]:
             return local.detach()
-        master = local_part(self.state[p]["master"])
+        master = local_part(self._states[p]["master"])
         if local._version != self._master_versions.get(id(p)):
             # Loaded or changed from outside since the last step. What is its rounding still stays:
             # a checkpoint's weights may be loaded after its masters.
@@ -403,7 +400,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in params]
+        states = [self._states[p] for p in params]
         _C.adamw_update(
             [local_part(p).detach() for p in params],
             [local_part(p.grad) for p in params],
@@ -460,7 +457,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: a parameter of another optimizer, or one that is sharded, so that no rank
                 has the whole matrix.
         """
-        if p not in self.state:
+        if p not in self._states:
             raise ValueError(f"dmuon: a parameter {tuple(p.shape)} is not in this optimizer")
         if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
             raise ValueError(
@@ -471,10 +468,10 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(p, OwnedTensor) or p.is_owner:
             weight = self._weight(p)
             edit(weight)
-            if "master" in self.state[p]:
+            if "master" in self._states[p]:
                 local.copy_(weight)
         increment_version(local)  # on all ranks: the units ask for it
-        if "master" in self.state[p]:
+        if "master" in self._states[p]:
             self._master_versions[id(p)] = local._version
 
     # --- state ---------------------------------------------------------------------------------
@@ -483,13 +480,42 @@ class Muon(torch.optim.Optimizer):
         """As in torch. Dedicated states are DTensors that lie on their owner: for
         ``torch.distributed.checkpoint``, or ``get_optimizer_state_dict`` with full_state_dict=True.
         """
-        self._check_parameters()
+        self.follow_model()
         state_dict = super().state_dict()
         for group, own in zip(state_dict["param_groups"], self.param_groups):
             names = [self._names[id(p)] for p in own["params"]]
             if own.get("blocks") and " of group " not in names[0]:
                 group["blocks"] = blocks_by_name(own["blocks"], names)
         return state_dict
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """For trainers in which one rank saves alone, with DDP: lets rank ``to`` write
+        ``torch.save(optimizer.state_dict())`` until the next step, with whole, plain tensors in it.
+
+        The name and use are those of ``torch.distributed.optim.ZeroRedundancyOptimizer``. A
+        collective: every rank must call it. Rank ``to``, in the default group, then holds all
+        momenta in CPU memory; the others one at a time.
+
+        Raises:
+            RuntimeError: the state of other parameters is sharded (FSDP2): save that with
+                ``torch.distributed.checkpoint``, or by ``get_optimizer_state_dict``.
+        """
+        self.follow_model()
+        keep = not dist.is_initialized() or dist.get_rank() == to
+        named = [(self._names[id(p)], values) for p, values in self._states.items()]
+        for value in owned_states(named):
+            whole = value.full_tensor()
+            value._consolidated = whole.cpu() if keep else None
+        self._consolidated = keep
+
+    def _forget_consolidated(self) -> None:
+        if not self._consolidated:
+            return
+        self._consolidated = False
+        for values in self._states.values():
+            for value in values.values():
+                if isinstance(value, OwnedTensor):
+                    value._consolidated = None
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_muon_defaults", "_adamw_defaults", "replicate_async", "nonfinite", "skipped_steps")
@@ -499,15 +525,16 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
-        self._runtimes, self._names, self._configs, self._master_versions = [], {}, {}, {}
-        self._unchecked, self._model = False, None
+        self._runtimes, self._configs, self._master_versions = [], {}, {}
+        self._consolidated = False
+        self._prepare_to_follow(False)
         self._update_hooks, self._fitted = OrderedDict(), {}
         self._workspace = _C.NewtonSchulzWorkspace()
         for number, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 self._names[id(p)] = f"{position} of group {number}"
         self._use(_runtimes_behind(p for group in self.param_groups for p in group["params"]))
-        for p, values in self.state.items():
+        for p, values in self._states.items():
             if "master" in values:
                 self._master_versions[id(p)] = local_part(p)._version
 
@@ -526,7 +553,9 @@ class Muon(torch.optim.Optimizer):
             ValueError: other groups, another algorithm's state, a shape or option that does not
                 fit, naming the parameter; nothing has been changed.
         """
-        groups, kept = self.param_groups, {p: dict(values) for p, values in self.state.items()}
+        self.follow_model()
+        self._forget_consolidated()
+        groups, kept = self.param_groups, {p: dict(values) for p, values in self._states.items()}
         given: dict[str, Any] = {}  # as the hooks have left it
         handle = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
         try:
@@ -536,23 +565,23 @@ class Muon(torch.optim.Optimizer):
         indices = [i for g in given["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
         loaded = {p: given["state"].get(index, {}) for index, p in zip(indices, params)}
-        self.state.clear()
-        self.state.update({p: dict(values) for p, values in kept.items()})
+        self._states.clear()
+        self._states.update({p: dict(values) for p, values in kept.items()})
         try:
             for group, own in zip(self.param_groups, groups):
                 take_options(group, own)
                 self._settle(group)  # the options are the loaded ones now
                 self._fit_state(group)
                 for p in group["params"]:
-                    check_state(loaded[p], self.state[p], self._names[id(p)], group["algorithm"])
+                    check_state(loaded[p], self._states[p], self._names[id(p)], group["algorithm"])
         except Exception:
             self.param_groups = groups
-            self.state.clear()
-            self.state.update(kept)
+            self._states.clear()
+            self._states.update(kept)
             raise
         for p in params:
-            copy_state(loaded[p], self.state[p])
-            if "master" in loaded[p] and "master" in self.state[p]:
+            copy_state(loaded[p], self._states[p])
+            if "master" in loaded[p] and "master" in self._states[p]:
                 self._master_versions[id(p)] = local_part(p)._version
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -21,7 +19,7 @@ def split_model(
     Raises:
         ValueError: sharded parameters without any dedicated one, or no matrix for Muon.
     """
-    named = [(_plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    named = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     names = {id(p): n for n, p in named}
     if any(isinstance(p, OwnedTensor) for _, p in named):
         muon: list[nn.Parameter] = [p for _, p in named if isinstance(p, OwnedTensor)]  # type: ignore[misc]
@@ -43,7 +41,7 @@ def split_model(
     return names, muon, [p for _, p in named if id(p) not in chosen]
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Without what ``torch.compile`` and activation checkpointing put into names."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
@@ -79,25 +77,4 @@ def check_gradient(p: torch.Tensor, name: str) -> None:
             f"dmuon: the gradient of parameter {name!r} {tuple(p.shape)} has layout "
             f"{p.grad.layout}; dmuon needs dense gradients: sparse=False in an embedding, or "
             "another optimizer for it"
-        )
-
-
-def check_same_parameters(
-    model: nn.Module | None, groups: list[dict[str, Any]], names: dict[int, str]
-) -> None:
-    """Raises RuntimeError if parameters were wrapped after the optimizer was built, or exchanged in
-    its groups: they would be trained without effect, or without state."""
-    listed = {id(p) for group in groups for p in group["params"]}
-    known = set(names.values())
-    wrapped: list[str] = []
-    named: list[tuple[str, Any]] = [] if model is None else list(model.named_parameters())
-    for name, p in named:
-        sharded = isinstance(p, DTensor) and not isinstance(p, OwnedTensor)
-        if sharded and id(p) not in listed and _plain_name(name) in known:
-            wrapped.append(_plain_name(name))
-    unknown = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in names]
-    if wrapped or unknown:
-        raise RuntimeError(
-            f"dmuon: parameters {wrapped[:3] or unknown[:3]} were wrapped or exchanged after the "
-            f"optimizer was built, which has others in their place; {_ORDER}"
         )

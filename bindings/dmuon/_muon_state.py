@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,3 +63,23 @@ def init_adamw_state(state: dict[str, Any], p: torch.Tensor) -> None:
     state["step"] = torch.zeros((), dtype=torch.float32)
     state["exp_avg"] = torch.zeros_like(p, requires_grad=False)
     state["exp_avg_sq"] = torch.zeros_like(p, requires_grad=False)
+
+
+def owned_states(named: Iterable[tuple[str, dict[str, Any]]]) -> list[OwnedTensor]:
+    """What lies on its owner alone, of the states of parameters by name.
+
+    Raises:
+        RuntimeError: there are others of which no rank has the whole.
+    """
+    found = []
+    for name, values in named:
+        for key, value in values.items():
+            if isinstance(value, OwnedTensor):
+                found.append(value)
+            elif isinstance(value, DTensor):
+                raise RuntimeError(
+                    f"dmuon: consolidate_state_dict is for DDP, but {key!r} of parameter {name!r} "
+                    f"is sharded as {value.placements}; use torch.distributed.checkpoint, or "
+                    "get_optimizer_state_dict with full_state_dict=True, on all ranks"
+                )
+    return found

@@ -7,6 +7,7 @@ of a step.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -26,8 +27,9 @@ from ._owned_checkpoint import let_processes_write, whole_chunk, write_items
 aten = torch.ops.aten
 
 
-class GradientSource(Protocol):
-    """What brings gradients to parameters at rest; each is known by an index."""
+class Source(Protocol):
+    """What brings gradients to parameters at rest, and their values to the ranks; each is known by
+    an index."""
 
     def collect(self, index: int) -> None:
         """Waits for a gradient that is on its way and puts it into the parameter's ``grad``."""
@@ -37,6 +39,9 @@ class GradientSource(Protocol):
 
     def drop(self, index: int) -> None:
         """Forgets all of these."""
+
+    def whole_copy(self, index: int) -> torch.Tensor | None:
+        """The parameter's whole value, where every rank has it and it is exact (DDP)."""
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -123,6 +128,15 @@ _REDUCTIONS = {
 }
 
 
+@dataclasses.dataclass
+class _Parameter:
+    source: Callable[[], Source | None]
+    index: int
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None  # torch's staging copies a tensor's attributes, too
+
+
 class OwnedTensor(DTensor):
     """A DTensor with its whole content on the owner slot and ``(0, n, ...)`` elsewhere.
 
@@ -135,7 +149,11 @@ class OwnedTensor(DTensor):
     _view: MeshView
     _owner: tuple[int, int]
     #: Of a parameter: where its gradients come from, called with its index there.
-    _source: tuple[Callable[[], GradientSource | None], int] | None = None
+    _source: tuple[Callable[[], Source | None], int] | None = None
+    #: The same, also of a parameter's detached alias, as a state dict has it; not of a copy.
+    _alias_of: _Parameter | None = None
+    #: On the rank that is about to save it: the whole value (``Muon.consolidate_state_dict``).
+    _consolidated: torch.Tensor | None = None
 
     @staticmethod
     def build(
@@ -208,21 +226,37 @@ class OwnedTensor(DTensor):
     def grad(self) -> None:
         self.grad = None
 
-    def _gradient_source(self) -> tuple[GradientSource | None, int]:
+    def _gradient_source(self) -> tuple[Source | None, int]:
         if self._source is None:
             return None, 0
         return self._source[0](), self._source[1]
 
+    def follow(self, source: Callable[[], Source | None], index: int) -> None:
+        """Makes it the parameter ``index`` of ``source``."""
+        self._source = (source, index)
+        self._alias_of = _Parameter(source, index)
+
     # --- whole-tensor access; collectives over the mesh ---------------------------------------
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank of the mesh. Not differentiable."""
+        """The whole tensor on every rank of the mesh. Not differentiable.
+
+        Without communication for a parameter of which every rank has an exact copy (DDP).
+        """
+        copy = self._whole_copy()
+        if copy is not None:
+            return copy.clone()
         local = self._local_tensor.detach()
         full = local.clone() if self.is_owner else local.new_empty(self.shape)
         self._view.collectives.broadcast_from_owners(
             [full], [self._owner], label="full_tensor"
         ).wait()
         return full
+
+    def _whole_copy(self) -> torch.Tensor | None:
+        if self._alias_of is None or (source := self._alias_of.source()) is None:
+            return None
+        return source.whole_copy(self._alias_of.index)
 
     def redistribute(
         self,
@@ -268,11 +302,29 @@ class OwnedTensor(DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            f"dmuon: a tensor of shape {tuple(self.shape)} that rests on its owner alone cannot be "
-            "pickled: this rank's part would be wrong on any other. Save with "
+        whole = self._consolidated
+        if whole is None and (copy := self._whole_copy()) is not None:
+            whole = copy.clone()  # of its own storage
+        if whole is None:
+            raise RuntimeError(self._not_whole("be pickled"))
+        return whole.__reduce_ex__(protocol)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise RuntimeError(self._not_whole("give its storage away"))
+
+    def data_ptr(self) -> int:
+        # Accelerate finds parameters by the address of their local part; torch's own staging takes
+        # a tensor that has one for a plain tensor.
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return self._local_tensor.data_ptr() if is_parameter else super().data_ptr()
+
+    def _not_whole(self, what: str) -> str:
+        return (
+            f"dmuon: a tensor of shape {tuple(self.shape)} that rests on its owner alone cannot "
+            f"{what}: this rank's part would be wrong on any other. Save with "
             "torch.distributed.checkpoint, or take a full state first "
-            "(get_model_state_dict, get_optimizer_state_dict with full_state_dict=True)"
+            "(get_model_state_dict, get_optimizer_state_dict with full_state_dict=True, "
+            "optimizer.consolidate_state_dict)"
         )
 
     # --- operations ----------------------------------------------------------------------------
@@ -396,6 +448,10 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return local_like(full, model.is_owner) if full.ndim else full
 
     result = func(*tree_map(local, args), **tree_map(local, kwargs))
+    if func is aten.detach.default:
+        alias = model.like(result)
+        alias._alias_of = model._alias_of
+        return alias
 
     def wrap(value: Any, template: OwnedTensor) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -450,9 +506,11 @@ def _copy_(destination: Any, source: Any, non_blocking: bool = False) -> Any:
 def _as_plain_shard(value: Any) -> Any:
     if not isinstance(value, OwnedTensor):
         return value
+    mesh = value.device_mesh
     spec = DTensorSpec(
-        value.device_mesh,
-        tuple(Shard(0) for _ in value.placements),
+        mesh,
+        # Along one rank nothing is sharded: no communication there, and no warning of it.
+        tuple(Shard(0) if mesh.size(i) > 1 else Replicate() for i in range(mesh.ndim)),
         tensor_meta=value._spec.tensor_meta,
     )
     return DTensor.__new__(DTensor, value._local_tensor, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
 from ._blocks import Plain
+from ._fsdp import enclosing
 from ._hiding import reveal
 from ._mesh import MeshView, format_mesh
 from ._outputs import register_pre_backward
@@ -30,6 +32,13 @@ _ORDER = (
     "the order is: dmuon.dedicate_params(model, mesh, ...), then fully_shard or "
     "DistributedDataParallel, then dmuon.Muon(model, ...)"
 )
+
+
+class Follower(Protocol):
+    """What holds parameters of a model that may be wrapped, and so exchanged, later."""
+
+    def follow_model(self) -> None:
+        """Takes the parameters that the model has now."""
 
 
 class Runtime:
@@ -59,8 +68,11 @@ class Runtime:
         ]
         self.core: _C.DedicatedModel
         self.bound = False
+        #: Told once, when the model is used for the first time and wrapped for good.
+        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._alive: weakref.ref[_Token] = weakref.ref(_Token())
         self.no_sync_depth = 0
+        self.ddp_sync = True  # DDP's own no_sync was not in force in the last forward
         self.steps = 0
         view.runtime = weakref.ref(self)
         model.__dict__.setdefault(_RUNTIMES, []).append(self)
@@ -104,6 +116,9 @@ class Runtime:
         return list(found)
 
     def pre_forward_model(self) -> None:
+        if torch.is_grad_enabled():  # as DDP does, which decides in the forward
+            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+            self.ddp_sync = ddp is None or ddp.require_backward_grad_sync
         if not self.bound or not self.core.in_backward:
             self.prefetch.begin()
 
@@ -117,17 +132,12 @@ class Runtime:
 
     # --- binding -----------------------------------------------------------------------------
 
-    def bind(self) -> None:
-        """Checks that wrapping went right and builds the C++ units; once, at first use."""
-        if self.bound:
-            return
+    def check(self) -> None:
+        """Raises if the dedicated parameters, or the wrapping so far, are not as they must be."""
         for unit in self.units:
             for entry in unit.entries:
                 self._check(entry)
-        for unit in self.units:
-            with torch.inference_mode(False):  # what is made here outlives an evaluation
-                unit.bind()
-            other = unit.enclosing.mesh
+            other = enclosing(self.model, unit.name).mesh
             if other is not None and (
                 other.mesh.shape != self.view.mesh.mesh.shape
                 or not torch.equal(other.mesh, self.view.mesh.mesh)
@@ -137,6 +147,17 @@ class Runtime:
                     f"{format_mesh(self.view.mesh)}, but fully_shard around it uses "
                     f"{format_mesh(other)}; give both the same mesh"
                 )
+
+    def bind(self) -> None:
+        """Builds the C++ units; once, at first use: then all wrapping has been done."""
+        if self.bound:
+            return
+        self.check()
+        for follower in list(self.followers):
+            follower.follow_model()
+        for unit in self.units:
+            with torch.inference_mode(False):  # what is made here outlives an evaluation
+                unit.bind()
         me = weakref.ref(self)  # C++ holds this: no cycle that Python cannot see
 
         def gradient_outside() -> None:
@@ -209,6 +230,7 @@ class Runtime:
         self.prefetch.begin()
 
     def check_step(self) -> None:
+        self.bind()
         self.repair()
         if any(unit.held for unit in self.units):
             raise RuntimeError(

@@ -114,7 +114,7 @@ class Unit:
         )
         source = weakref.ref(self)
         for index, rest in enumerate(self.rests):
-            rest._source = (source, index)
+            rest.follow(source, index)
         self.lives = [
             nn.Parameter(live, requires_grad=rest.requires_grad)
             for live, rest in zip(self.core.live(), self.rests)
@@ -291,12 +291,13 @@ class Unit:
             leaf.register_hook(arrived)
 
     def sync(self) -> _C.GradientSync:
-        """The gradient switches in force: dmuon.no_sync's, and the enclosing FSDP2 module's."""
+        """The gradient switches in force: dmuon.no_sync's, and those of FSDP2 or DDP around it."""
         factor = self.enclosing.divide_factor
+        runtime = self.runtime
         return _C.GradientSync(
-            self.enclosing.reduce and self.runtime.no_sync_depth == 0,
+            self.enclosing.reduce and runtime.ddp_sync and runtime.no_sync_depth == 0,
             self.enclosing.all_reduce,
-            float(self.runtime.view.size if factor is None else factor),
+            float(runtime.view.size if factor is None else factor),
         )
 
     def end_backward(self) -> None:
@@ -324,6 +325,13 @@ class Unit:
 
     def drop(self, index: int) -> None:
         self.core.drop_gradient(index)
+
+    def whole_copy(self, index: int) -> torch.Tensor | None:
+        rest, live = self.rests[index], self.lives[index]
+        if self.runtime.view.shape[1] > 1 or live.dtype != rest.dtype or self.core.stale:
+            return None
+        self.core.wait_publish()
+        return live.detach()
 
     def local_gradient(self, index: int) -> torch.Tensor | None:
         """This rank's part of the reduced gradient, without making it ``grad``."""

@@ -77,16 +77,19 @@ void DedicatedModel::finishBackward(const std::vector<GradientSync>& fallback) {
     launch(next_, sync_[next_] ? *sync_[next_] : fallback[next_]);
   }
   in_backward_ = false;
-  for (auto i = static_cast<int64_t>(units_.size()) - 1; i >= 0; --i) {
-    auto& gradients = units_[i]->gradients();
-    if (gradients.settlingCommunicates()) gradients.settle();
-  }
+  settleCollectively();
 }
 
 void DedicatedModel::abandonBackward() {
   in_backward_ = false;
-  in_flight_.clear();
-  for (const auto& unit : units_) unit->gradients().dropAll();
+  for (const auto& unit : units_) unit->gradients().abandonBackward();
+  settleCollectively();
+}
+
+void DedicatedModel::settleCollectively() {
+  for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
+    if ((*unit)->gradients().settlingCommunicates()) (*unit)->gradients().settle();
+  }
 }
 
 }  // namespace dmuon::optim

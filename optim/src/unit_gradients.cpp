@@ -115,9 +115,14 @@ void UnitGradients::beginBackward(int graph_task) {
   has_arrived_.assign(has_arrived_.size(), false);
   graph_task_ = graph_task;
   nested_ = passed_ = launched_ = false;
+  accumulate();
   for (size_t i = 0; i < live_parameters_.size(); ++i) {
     open_[i] = open_[i] || live_parameters_[i].requires_grad();
   }
+}
+
+void UnitGradients::abandonBackward() {
+  for (const auto& live : live_parameters_) live.mutable_grad().reset();
 }
 
 bool UnitGradients::toReduce() const { return required_ > 0 || any(open_); }
@@ -139,14 +144,10 @@ at::Tensor UnitGradients::take(int64_t index) {
 }
 
 void UnitGradients::accumulate() {
-  for (int64_t i = 0; i < size(); ++i) {
+  for (size_t i = 0; i < live_parameters_.size(); ++i) {
     const auto& live = live_parameters_[i];
-    // What autograd adds up in a wide dtype already can stay where it is.
-    if (!live.grad().defined() || live.grad().layout() != at::kStrided ||
-        wide(live.scalar_type()) == live.scalar_type()) {
-      continue;
-    }
-    accumulated_[i] = take(i).to(wide(live.scalar_type()));
+    if (!live.grad().defined() || live.grad().layout() != at::kStrided) continue;
+    accumulated_[i] = take(static_cast<int64_t>(i)).to(wide(live.scalar_type()));
   }
 }
 
@@ -321,12 +322,6 @@ void UnitGradients::drop(int64_t index) {
   partial_flags_[index] = 0;
   reduced_[index].reset();
   if (!live_parameters_.empty()) live_parameters_[index].mutable_grad().reset();
-}
-
-void UnitGradients::dropAll() {
-  for (int64_t i = 0; i < size(); ++i) drop(i);
-  open_.assign(open_.size(), false);
-  partial_open_.assign(partial_open_.size(), false);
 }
 
 }  // namespace dmuon::optim

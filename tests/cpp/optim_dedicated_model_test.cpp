@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -127,6 +128,27 @@ struct Scene {
     model->finishBackward(std::vector<GradientSync>(all.size(), sync));
   }
 
+  // One that comes to these units, first to last, and then fails, before it has left the last.
+  void brokenBackward(const std::vector<int64_t>& units, double value, GradientSync how = {}) {
+    sync = how;
+    std::vector<at::Tensor> losses;
+    for (auto unit = units.rbegin(); unit != units.rend(); ++unit) {
+      all[*unit]->unshard(false);
+      all[*unit]->waitUnshard();
+      for (int64_t i : {0, 1}) {
+        auto product = live[*unit][i] * value;
+        if (unit == units.rbegin() && i == 0) {
+          product.register_hook([](const at::Tensor&) -> at::Tensor {
+            throw std::runtime_error("on purpose");
+          });
+        }
+        losses.push_back(product.sum());
+      }
+    }
+    EXPECT_THROW(torch::autograd::backward(losses, {}), std::exception);
+    model->abandonBackward();
+  }
+
   bool reduced(int64_t unit, double value) {
     const auto mine = all[unit]->gradients().reduced(0);
     const auto other = all[unit]->gradients().reduced(1);
@@ -235,6 +257,47 @@ TEST(UnitGradients, of_a_frozen_parameter_are_reduced_if_some_were_accumulated) 
   EXPECT_EQ(s.fake->reductions.size(), 1U);  // and then never again
 }
 
+TEST(UnitGradients, of_earlier_backwards_outlive_one_that_fails) {
+  Scene s(3);
+  s.backward({2, 1, 0}, 1);
+  EXPECT_TRUE(s.reduced(0, 1));  // settled, the others are in flight
+  s.brokenBackward({2, 1}, 4);
+  EXPECT_EQ(s.fake->labels().back(), "u2:reduce");
+  EXPECT_TRUE(s.reduced(0, 1));
+  EXPECT_TRUE(s.reduced(1, 1));  // half of its gradients had come
+  EXPECT_TRUE(s.reduced(2, 5));  // as in plain torch
+  s.backward({2, 1, 0}, 2);
+  EXPECT_TRUE(s.reduced(0, 3));
+  EXPECT_TRUE(s.reduced(1, 3));
+  EXPECT_TRUE(s.reduced(2, 7));
+}
+
+TEST(UnitGradients, accumulated_before_outlive_a_backward_that_fails) {
+  for (const auto compute : {at::kFloat, at::kBFloat16}) {
+    Scene s(3, compute, at::kFloat);
+    const GradientSync no_sync{false, true, 1.0};
+    s.backward({2, 1, 0}, 1, no_sync);
+    s.brokenBackward({2, 1}, 4, no_sync);
+    EXPECT_TRUE(s.all[1]->gradients().unreduced(1).equal(at::full({2, 3}, 1.0)));
+    s.brokenBackward({2, 1}, 8);
+    s.backward({2, 1, 0}, 2);
+    EXPECT_TRUE(s.reduced(0, 3)) << compute;
+    EXPECT_TRUE(s.reduced(1, 3)) << compute;
+    EXPECT_TRUE(s.reduced(2, 15)) << compute;
+  }
+}
+
+TEST(UnitGradients, kept_in_the_shard_group_outlive_a_backward_that_fails) {
+  Scene s(2);
+  s.backward({1, 0}, 1, {true, false, 1.0});
+  s.brokenBackward({1, 0}, 4);
+  EXPECT_EQ(s.fake->inFlight(), 0);  // its settling communicates: not when somebody reads it
+  EXPECT_TRUE(s.reduced(1, 5));
+  s.backward({1, 0}, 2);
+  EXPECT_TRUE(s.reduced(0, 3));
+  EXPECT_TRUE(s.reduced(1, 7));
+}
+
 TEST(UnitGradients, kept_in_the_shard_group_are_divided_once_at_the_end) {
   Scene s(1);
   s.backward({0}, 4, {true, false, 2.0});
@@ -244,7 +307,7 @@ TEST(UnitGradients, kept_in_the_shard_group_are_divided_once_at_the_end) {
   s.backward({0}, 2, {true, true, 2.0});
   EXPECT_TRUE(s.reduced(0, 3));
   s.backward({0}, 2, {true, false, 2.0});
-  s.all[0]->gradients().dropAll();
+  for (int64_t i : {0, 1}) s.all[0]->gradients().drop(i);
   s.backward({0}, 2, {true, true, 2.0});
   EXPECT_TRUE(s.reduced(0, 1));
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_model import Additive, backward, different, everything, train
+from checkpoint_model import Additive, backward, build, different, everything, train
 from checks import Checks
 from models import make_mesh
 from ranks import run_ranks
@@ -106,35 +106,97 @@ def test_a_flow_as_torchtitans_resumes_bit_for_bit(tmp_path):
     assert run_ranks(4, titan_flow, str(tmp_path)) == [[]] * 4
 
 
-def wrapped_later(rank, exchange):
-    """Trainers that prepare model and optimizer together wrap the model under the optimizer, and
-    some exchange the parameters in its groups then."""
+def exchanged(optimizer, model, how):
+    """What a trainer does to the groups when it has wrapped the model."""
+    if how == "by name":
+        new = dict(model.named_parameters())
+        names = [optimizer._names[id(p)] for g in optimizer.param_groups for p in g["params"]]
+        for group in optimizer.param_groups:
+            group["params"] = [new[names.pop(0)] for _ in group["params"]]
+    elif how == "wrongly":  # as Accelerate, which takes all empty shards for one
+        for group in optimizer.param_groups:
+            group["params"] = [group["params"][-1]] * len(group["params"])
+
+
+def wrapped_later(rank, how, folder):
+    """Optimizer first, with a state loaded before or none, then ``fully_shard``."""
     checks = Checks(rank)
     torch.manual_seed(0)
     mesh = make_mesh("(2,2)")
     model = Additive()
     dmuon.dedicate_params(model, mesh)
-    for layer in model.layers:
+    for layer in model.layers[:1]:
         fully_shard(layer, mesh=mesh)
-    optimizer = dmuon.Muon(model, lr=0.02)
-    old = dict(model.named_parameters())
+    optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    state = torch.load(f"{folder}/state", weights_only=True)
+    whole = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, state, options=whole)
+    for layer in model.layers[1:]:
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if exchange:
-        new = {id(old[n]): p for n, p in model.named_parameters()}
-        for group in optimizer.param_groups:
-            group["params"] = [new[id(p)] for p in group["params"]]
-    backward(model, 0, rank, 4)
-    before = everything_of(model)
-    checks.refused("step", "then dmuon.Muon", optimizer.step)
-    checks.refused("state_dict", "then dmuon.Muon", optimizer.state_dict)
-    checks.true("unchanged", different(everything_of(model), before) == [])
+    exchanged(optimizer, model, how)
+    found = get_optimizer_state_dict(model, optimizer, options=whole)
+    checks.true("state", different(flat(found["state"]), flat(state["state"])) == [])
+    for step in range(2):
+        backward(model, step, rank, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    expected = torch.load(f"{folder}/end", weights_only=True)
+    checks.true("trained", different(everything(model, optimizer), expected) == [])
+    checks.true("plain", all(type(p) is not torch.nn.Parameter for p in optimizer.state))
     return checks.bad
 
 
-def everything_of(model):
-    return {n: p.detach().full_tensor() for n, p in model.named_parameters()}
+def flat(state):
+    return {f"{n}:{k}": v for n, values in state.items() for k, v in values.items()}
 
 
-@pytest.mark.parametrize("exchange", [False, True])
-def test_an_optimizer_that_was_built_before_fully_shard_says_the_order(exchange):
-    assert run_ranks(4, wrapped_later, exchange) == [[]] * 4
+def wrapped_before(rank, folder):
+    """The usual order; leaves its state in between and its end in ``folder``."""
+    called, model, optimizer = build("(2,2)")
+    train(called, optimizer, range(7, 9), rank, 4)
+    whole = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=whole)
+    called, model, optimizer = build("(2,2)")
+    set_optimizer_state_dict(model, optimizer, state, options=whole)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(2):
+        backward(model, step, rank, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    end = everything(model, optimizer)
+    if rank == 0:
+        torch.save(state, f"{folder}/state")
+        torch.save(end, f"{folder}/end")
+
+
+@pytest.mark.parametrize("how", ["not at all", "by name", "wrongly"])
+def test_an_optimizer_may_be_built_before_fully_shard(how, tmp_path):
+    run_ranks(4, wrapped_before, str(tmp_path))
+    assert run_ranks(4, wrapped_later, how, str(tmp_path)) == [[]] * 4
+
+
+def not_followed(rank):
+    checks = Checks(rank)
+    model = Additive()
+    dmuon.dedicate_params(model, make_mesh("(4)"))
+    optimizer = dmuon.Muon(model)
+    group = optimizer.param_groups[0]
+    original = group["params"][0]
+    group["params"][0] = torch.nn.Parameter(torch.zeros(8, 6))
+    model.layers[0].up_proj.weight = group["params"][0]
+    checks.refused("a matrix of Muon", "was replaced or exchanged", optimizer.step)
+    model.layers[0].up_proj.weight = original
+    group["params"].append(torch.nn.Parameter(torch.zeros(3, 3)))
+    checks.refused("another number", "was replaced or exchanged", optimizer.state_dict)
+    del group["params"][-1]
+    optimizer.step()
+    checks.true("found again", group["params"][0] is original)
+    return checks.bad
+
+
+def test_other_changes_of_parameters_are_refused():
+    assert run_ranks(4, not_followed) == [[]] * 4

@@ -3,6 +3,8 @@ clipping."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn as nn
@@ -68,7 +70,8 @@ def accumulate(rank, layout, how):
                 model.set_requires_gradient_sync(last)
             elif how == "all_reduce":
                 model.set_requires_all_reduce(last)
-            model(inputs(0, rank, micro)).pow(2).mean().backward()
+            with model.no_sync() if how == "ddp" and not last else nullcontext():
+                model(inputs(0, rank, micro)).pow(2).mean().backward()
         reduced = {k: v for k, v in dmuon.stats(inner).bytes.items() if k.startswith("reduce/")}
         calls.append({k: v["calls"] for k, v in reduced.items()})
     return gradients(model), calls
@@ -80,6 +83,7 @@ def accumulate(rank, layout, how):
         ("(4)", "no_sync"),
         ("(2,2)", "no_sync"),
         ("ddp", "no_sync"),
+        ("ddp", "ddp"),
         ("(2,2)", "fsdp"),
         ("(2,2)", "all_reduce"),
         ("(4)", "all_reduce"),
@@ -90,7 +94,11 @@ def test_four_micro_batches_are_one_large_batch(layout, how):
     expected = reference_gradients(micros=4)
     for got, calls in run_ranks(4, accumulate, layout, how):
         assert_close(got, expected, atol=2e-6)
-        if how in ("no_sync", "fsdp"):  # no collective while accumulating, one reduction a unit
+        if how in (
+            "no_sync",
+            "fsdp",
+            "ddp",
+        ):  # no collective while accumulating, one reduction a unit
             assert all(set(c.values()) == {0} for c in calls[:3]), calls
             assert set(calls[3].values()) == {3}
         if how == "all_reduce" and layout == "(2,2)":

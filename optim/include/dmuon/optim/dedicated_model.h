@@ -41,11 +41,13 @@ class DedicatedModel : public std::enable_shared_from_this<DedicatedModel> {
   // Launches what is left (units whose sync was not set use `fallback`). Reductions may still be in
   // flight then, except those whose settling communicates.
   void finishBackward(const std::vector<GradientSync>& fallback);
-  // After an exception in backward: forgets the half-done reductions.
+  // Instead, after an exception in backward; see UnitGradients. The same on all ranks, if all have
+  // failed in the same place; else their next collectives do not match, which is an error.
   void abandonBackward();
 
  private:
   void launchReady();
+  void settleCollectively();
   void launch(int64_t index, const GradientSync& sync);
 
   std::vector<std::shared_ptr<DedicatedUnit>> units_;

@@ -1,6 +1,6 @@
 // The gradients of a unit's parameters, from their arrival on the live weights to the mean on the
 // owner. Per parameter, a gradient is in up to four places:
-//   arriving     on the live parameter, where autograd puts it
+//   arriving     on the live parameter, where autograd puts it: of this backward alone
 //   accumulated  fp32 (fp64), on every rank: what backwards left that were not reduced
 //   partial      fp32 (fp64), on the owner's column: sums of this shard group that still lack the
 //                other replicas'
@@ -53,6 +53,9 @@ class UnitGradients : public std::enable_shared_from_this<UnitGradients> {
   // Counts anew. `graph_task`: autograd's number of this backward. Gradients that arrive in another
   // one, inside it (re-entrant checkpointing), may not be the last: then `complete` never comes.
   void beginBackward(int graph_task);
+  // Instead of its end, after an exception: drops what has arrived and was neither reduced nor
+  // accumulated. What was stays, as in plain torch, and so does all of earlier backwards.
+  void abandonBackward();
   // Nothing more will arrive in this backward: all that is required is here, or pass() said so.
   bool complete() const { return passed_ || arrived_ >= required_; }
   // The backward has left the unit behind: what has not arrived will not. A gradient that does all
@@ -80,7 +83,6 @@ class UnitGradients : public std::enable_shared_from_this<UnitGradients> {
   at::Tensor unreduced(int64_t index) const;
   // Forgets the parameter's gradient wherever it is, also in flight, without waiting.
   void drop(int64_t index);
-  void dropAll();
 
   int64_t reductions() const { return reductions_; }
   double waitSeconds() const { return wait_s_; }
