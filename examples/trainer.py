@@ -70,8 +70,8 @@ def main() -> None:
     args = TrainingArguments(
         options.output, max_steps=options.steps, save_steps=max(options.steps // 2, 1),
         per_device_train_batch_size=4, learning_rate=0.01, logging_steps=5, report_to=[],
+        use_cpu=not torch.cuda.is_available(), ddp_find_unused_parameters=False,
         fsdp=options.fsdp or None, fsdp_config=sharding if options.fsdp else None,
-        ddp_find_unused_parameters=False,
     )  # fmt: skip
     torch.manual_seed(0)
     config = LlamaConfig(
