@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -68,6 +69,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="go on from the newest checkpoint in DIR, if there is one, on any number of processes",
     )
+    p.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="fail when another rank has been silent for so long; without it, after torch's 30 min",
+    )
     p.add_argument("--sample", type=int, default=200, metavar="BYTES", help="0: no sample")
     p.add_argument("--plot", metavar="FILE.png", help="draw the loss curves")
     p.add_argument("--tensorboard", metavar="DIR", help="write event files")
@@ -76,6 +83,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         p.error(f"--mesh is for --mode hsdp; {options.mode} puts all ranks into one dimension")
     if min(options.steps, options.rows, options.eval_every) < 1:
         p.error("--steps, --rows and --eval-every must be at least 1")
+    if options.timeout is not None and options.timeout <= 0:
+        p.error(f"--timeout must be more than 0, not {options.timeout}")
     if options.save_every < 0:
         p.error(f"--save-every must be at least 0, not {options.save_every}")
     for option, package in (("plot", "matplotlib"), ("tensorboard", "tensorboard")):
@@ -84,10 +93,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def start() -> torch.device:
+def start(options: argparse.Namespace) -> torch.device:
     """Join the process group that torchrun describes, or make one of this process alone."""
     if "RANK" in os.environ:
-        dist.init_process_group("dmuon")
+        timeout = timedelta(seconds=options.timeout) if options.timeout else None
+        dist.init_process_group("dmuon", timeout=timeout)
     else:
         dist.init_process_group("dmuon", store=dist.HashStore(), rank=0, world_size=1)
     if not torch.cuda.is_available():
@@ -112,7 +122,14 @@ def make_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
         sys.exit(f"--mesh {text}: write it as RxG, for example 2x2")
     if replicas * shards != world:
         sys.exit(f"--mesh {text} has {replicas * shards} ranks, but {world} are running")
-    return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    names, override = ("replicate", "shard"), None
+    if options.timeout:  # the groups of a mesh do not take over that of init_process_group
+        groups = dmuon.ProcessGroupDMuon.Options()
+        groups._timeout = timedelta(seconds=options.timeout)
+        override = dict.fromkeys(names, ("dmuon", groups))
+    return init_device_mesh(
+        device.type, (replicas, shards), mesh_dim_names=names, backend_override=override
+    )
 
 
 class Trainer:
@@ -294,7 +311,7 @@ def main() -> None:
     options = parse()
     # A norm over a 2-D mesh takes two all-reduces of one number; torch remarks on it at every step.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    device = start()
+    device = start(options)
     text = Text.load(options.data)
     mesh = make_mesh(options, device)
     if dist.get_rank() == 0:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,10 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoint_model import backward, build, different, everything, train
+from example_runs import ROOT, ExampleRun, final
 from ranks import run_ranks
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_llama
@@ -147,57 +145,17 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_an_earlier_one(tmp
     assert "up to step 35" in message and "--resume" in message and str(tmp_path) in message
 
 
-def launch(folder, *options, restarts=0):
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--max-restarts", str(restarts), str(ROOT / "examples/train_llama.py"),
-        "--data", str(ROOT / "README.md"), "--rows", "1", "--steps", "4", "--eval-every", "4",
-        "--warmup", "2", "--sample", "0", "--save-every", "1", "--checkpoints", str(folder),
-        *options,
-    ]  # fmt: skip
-
-
-def children(pid):
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found.append(int(entry.name))
-    return found
-
-
-def final(folder, path):
-    dcp_to_torch_save(folder / "muon/step-00000004", path)
-    state = torch.load(path, weights_only=False)
-    flat = dict(state["model"])
-    for name, values in state["optimizer"]["state"].items():
-        flat.update({f"{name}:{key}": value for key, value in values.items()})
-    return flat
-
-
 @pytest.mark.multiprocess
 def test_the_example_survives_the_kill_of_one_rank_under_torchrun(tmp_path, monkeypatch):
     # Else torchrun's store still holds the addresses of the first processes (torch 2.15).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    done = subprocess.run(launch(tmp_path / "a"), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with open(tmp_path / "log", "w") as log:
-        run = subprocess.Popen(
-            launch(tmp_path / "b", "--resume", restarts=1), stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "b/muon/step-00000002").exists():
-                assert time.monotonic() < deadline and run.poll() is None
-                time.sleep(0.01)
-            os.kill(max(children(run.pid)), signal.SIGKILL)  # the next step or its save
-            assert run.wait(timeout=100) == 0, (tmp_path / "log").read_text()
-        finally:
-            run.kill()
-    assert "on from step" in (tmp_path / "log").read_text()
-    expected, got = final(tmp_path / "a", tmp_path / "x"), final(tmp_path / "b", tmp_path / "y")
-    assert different(expected, got) == []
+    with ExampleRun(["--standalone"], tmp_path / "a") as run:
+        run.finish()
+    restarts = ["--standalone", "--max-restarts", "1"]
+    with ExampleRun(restarts, tmp_path / "b", "--resume") as run:
+        run.wait_until((tmp_path / "b/muon/step-00000002").exists)
+        os.kill(max(run.workers()), signal.SIGKILL)  # the next step or its save
+        run.finish()
+    assert "on from step" in run.output()
+    expected = final(tmp_path / "a", tmp_path / "x")
+    assert different(expected, final(tmp_path / "b", tmp_path / "y")) == []
