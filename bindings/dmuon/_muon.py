@@ -497,11 +497,15 @@ class Muon(FollowingOptimizer):
         momenta in CPU memory; the others one at a time.
 
         Raises:
+            ValueError: there is no such rank.
             RuntimeError: the state of other parameters is sharded (FSDP2): save that with
                 ``torch.distributed.checkpoint``, or by ``get_optimizer_state_dict``.
         """
         self.follow_model()
-        keep = not dist.is_initialized() or dist.get_rank() == to
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if not 0 <= to < ranks:
+            raise ValueError(f"dmuon: to must be one of the {ranks} ranks, got {to}")
+        keep = ranks == 1 or dist.get_rank() == to
         named = [(self._names[id(p)], values) for p, values in self._states.items()]
         for value in owned_states(named):
             whole = value.full_tensor()
