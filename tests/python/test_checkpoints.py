@@ -120,6 +120,8 @@ def one_rank_alone(rank, layout, folder):
     called, model, optimizer = build(layout)
     train(called, optimizer, range(1), rank, 4)
     for name, thing in (("optimizer", optimizer), ("model", model)):
+        if name == "model" and layout == "ddp":
+            continue  # every rank has all of it; see test_saves_by_one_rank.py
         checks.refused(
             name, "full_state_dict", lambda: torch.save(thing.state_dict(), f"{folder}/{rank}")
         )
