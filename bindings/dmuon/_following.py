@@ -27,9 +27,19 @@ class FollowingOptimizer(torch.optim.Optimizer):
 
     def _prepare_to_follow(self, following: bool = True) -> None:
         self._following = following
-        self._names = {}  # by the id of a parameter
-        self._order: list[str] = []  # of the parameters of all groups
+        self._names = {}  # for messages, by the id of a parameter
+        self._places: dict[int, str] = {}  # names in the model, or the same if it is not there
+        self._order: list[str] = []  # places of the parameters of all groups
         self._model: weakref.ref[nn.Module] | None = None
+
+    def _expect(self, params: list[Any]) -> None:
+        """Notes where the parameters of another group are to be found."""
+        model = None if self._model is None else self._model()
+        named = [] if model is None else named_sharded(model)
+        found = {id(p): plain_name(name) for name, p in named}
+        places = {id(p): found.get(id(p), self._names[id(p)]) for p in params}
+        self._places.update(places)
+        self._order += places.values()
 
     @property
     def state(self) -> Any:
@@ -60,34 +70,35 @@ class FollowingOptimizer(torch.optim.Optimizer):
         if not self._following or not self.param_groups:
             return
         model = None if self._model is None else self._model()
-        now = parameters_now(model, self.param_groups, self._names, self._order)
+        now = parameters_now(model, self.param_groups, self._places, self._order)
         if now is not None:
             self._take(now)
         self._following = not last
 
     def _take(self, now: list[torch.Tensor]) -> None:
         states = self._states
-        before = {self._names[id(p)]: p for p in states if id(p) in self._names}
-        named = iter(zip(self._order, now))
+        before = {self._places[id(p)]: p for p in states if id(p) in self._places}
+        placed = iter(zip(self._order, now))
         for group in self.param_groups:
-            mine = [next(named) for _ in group["params"]]
+            mine = [next(placed) for _ in group["params"]]
             group["params"] = [p for _, p in mine]
-            for name, p in mine:
-                if id(p) not in self._names:
+            for place, p in mine:
+                if id(p) not in self._places:
+                    old = before[place]
                     init_adamw_state(states[p], p)
-                    copy_state(states.pop(before[name]), states[p])
-                    del self._names[id(before[name])]
-                    self._names[id(p)] = name
+                    copy_state(states.pop(old), states[p])
+                    self._names[id(p)] = self._names.pop(id(old))
+                    self._places[id(p)] = self._places.pop(id(old))
 
 
 def parameters_now(
-    model: nn.Module | None, groups: list[dict[str, Any]], names: dict[int, str], order: list[str]
+    model: nn.Module | None, groups: list[dict[str, Any]], places: dict[int, str], order: list[str]
 ) -> list[torch.Tensor] | None:
     """The parameters in a model's places of those in ``groups``, one list for all groups.
 
     ``fully_shard`` and its like give a model new ones, under the same names; some trainers exchange
-    those in the groups then, also for wrong ones. ``names`` by ``id`` and ``order``, of all groups,
-    are as they were.
+    those in the groups then, also for wrong ones. ``places``, by ``id``, and ``order``, over all
+    groups, are where the parameters were in the model.
 
     Returns:
         None if the groups hold them already.
@@ -100,18 +111,18 @@ def parameters_now(
     ids = {id(p) for p in current.values()}
     listed = [(p, group["algorithm"]) for group in groups for p in group["params"]]
     if len({id(p) for p, _ in listed}) == len(listed) and all(
-        id(p) in names and (id(p) in ids or names[id(p)] not in current) for p, _ in listed
+        id(p) in places and (id(p) in ids or places[id(p)] not in current) for p, _ in listed
     ):
         return None
     found: list[torch.Tensor] = []
-    for (p, algorithm), name in zip(listed, order):
-        now: Any = current.get(name, p)
-        known = id(now) in names or (algorithm == "adamw" and name in current)
+    for (p, algorithm), place in zip(listed, order):
+        now: Any = current.get(place, p)
+        known = id(now) in places or (algorithm == "adamw" and place in current)
         if not known or len(listed) != len(order):
             raise RuntimeError(
-                f"dmuon: parameter {name!r}, now {tuple(p.shape)}, was replaced or exchanged after "
-                f"the optimizer was built; {_ORDER}"
+                f"dmuon: parameter {place!r}, now {tuple(p.shape)}, was replaced or exchanged "
+                f"after the optimizer was built; {_ORDER}"
             )
-        check_parameter(now, name, algorithm)
+        check_parameter(now, place, algorithm)
         found.append(now)
     return found

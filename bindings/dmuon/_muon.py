@@ -203,9 +203,9 @@ class Muon(MuonStep):
             place = f"{position} of group {len(self.param_groups)}"
             self._names.setdefault(id(parameter), place)
             check_parameter(parameter, self._names[id(parameter)], algorithm)
-        self._order += [self._names[id(parameter)] for parameter in params]
         self._settle(group)
         super().add_param_group(group)
+        self._expect(params)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
             del group[key]  # the other algorithm's, which the base class filled in
         self._use(_runtimes_behind(params))
