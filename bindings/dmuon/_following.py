@@ -17,7 +17,7 @@ from ._fsdp import named_sharded
 from ._muon_groups import check_parameter, plain_name
 from ._muon_load import copy_state
 from ._muon_state import init_adamw_state
-from ._runtime import _ORDER
+from ._runtime import _ORDER, runtimes_of
 
 
 class FollowingOptimizer(torch.optim.Optimizer):
@@ -35,8 +35,7 @@ class FollowingOptimizer(torch.optim.Optimizer):
     def _expect(self, params: list[Any]) -> None:
         """Notes where the parameters of another group are to be found."""
         model = None if self._model is None else self._model()
-        named = [] if model is None else named_sharded(model)
-        found = {id(p): plain_name(name) for name, p in named}
+        found = {id(p): place for place, p in parameters_at_rest(model).items()}
         places = {id(p): found.get(id(p), self._names[id(p)]) for p in params}
         self._places.update(places)
         self._order += places.values()
@@ -91,6 +90,16 @@ class FollowingOptimizer(torch.optim.Optimizer):
                     self._places[id(p)] = self._places.pop(id(old))
 
 
+def parameters_at_rest(model: nn.Module | None) -> dict[str, nn.Parameter]:
+    """A model's parameters by name, also in a forward or in ``full_params``, when whole ones stand
+    in their places."""
+    if model is None:
+        return {}
+    units = [unit for runtime in runtimes_of(model) for unit in runtime.units]
+    rests = {id(live): rest for unit in units for live, rest in zip(unit.lives, unit.rests)}
+    return {plain_name(name): rests.get(id(p), p) for name, p in named_sharded(model)}
+
+
 def parameters_now(
     model: nn.Module | None, groups: list[dict[str, Any]], places: dict[int, str], order: list[str]
 ) -> list[torch.Tensor] | None:
@@ -107,7 +116,7 @@ def parameters_now(
         RuntimeError: one that cannot be found again, or a dedicated one that was replaced.
         ValueError: one that its group's algorithm cannot take.
     """
-    current = {} if model is None else {plain_name(n): p for n, p in named_sharded(model)}
+    current = parameters_at_rest(model)
     ids = {id(p) for p in current.values()}
     listed = [(p, group["algorithm"]) for group in groups for p in group["params"]]
     if len({id(p) for p, _ in listed}) == len(listed) and all(
