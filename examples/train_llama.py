@@ -122,14 +122,7 @@ def make_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
         sys.exit(f"--mesh {text}: write it as RxG, for example 2x2")
     if replicas * shards != world:
         sys.exit(f"--mesh {text} has {replicas * shards} ranks, but {world} are running")
-    names, override = ("replicate", "shard"), None
-    if options.timeout:  # the groups of a mesh do not take over that of init_process_group
-        groups = dmuon.ProcessGroupDMuon.Options()
-        groups._timeout = timedelta(seconds=options.timeout)
-        override = dict.fromkeys(names, ("dmuon", groups))
-    return init_device_mesh(
-        device.type, (replicas, shards), mesh_dim_names=names, backend_override=override
-    )
+    return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 class Trainer:

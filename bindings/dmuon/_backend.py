@@ -6,14 +6,27 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from . import _C
 
 NAME = "dmuon"
+
+_default_timeout = default_pg_timeout  # of the default group
+
+
+def _timeout(asked: timedelta) -> timedelta:
+    """A group's time-out. One that got none of its own, as those of a ``DeviceMesh``, takes the
+    default group's: torch's is 30 minutes, however short ``init_process_group`` made that."""
+    global _default_timeout
+    if not dist.is_initialized():  # this is the default group
+        _default_timeout = asked
+    return _default_timeout if asked == default_pg_timeout else asked
 
 
 def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
@@ -27,7 +40,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupDMuon:
         )
     chosen = backend_options or _C.ProcessGroupDMuon.Options()
     rank, size = options.group_rank, options.group_size
-    timeout = options.timeout
+    timeout = _timeout(options.timeout)
     store = options.store
     cpu = dist.ProcessGroupGloo(dist.PrefixStore("dmuon/cpu", store), rank, size, timeout=timeout)
     cuda = None

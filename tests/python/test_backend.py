@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -126,6 +128,30 @@ def test_meshes_subgroups_and_twenty_create_destroy_cycles(transport):
         assert row == [{0: 0.0, 1: 0.5, 2: 2.0, 3: 2.5}[rank]] * 2
         assert t == ([2.0, 2.0] if rank in (0, 2) else [float(rank)] * 2)
         assert threads[-1] <= threads[0] and files[-1] <= files[0], (threads, files)
+
+
+def silent(rank, done):
+    """How long rank 0 waits for ranks that sleep, by group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    own = dist.new_group(timeout=timedelta(seconds=1))
+    if rank != 0:
+        while not done.exists():
+            time.sleep(0.1)
+        return None
+    waited = []
+    for group in (own, *mesh.get_all_groups()):
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.ones(1), group=group)
+        waited.append(time.monotonic() - begin)
+    done.touch()
+    return waited
+
+
+def test_the_groups_of_a_mesh_take_over_the_default_group_s_time_out(tmp_path):
+    own, *mesh = run_ranks(4, silent, tmp_path / "done", timeout=6.0)[0]
+    assert 0.5 < own < 5.5
+    assert len(mesh) == 2 and all(5.5 < seconds < 15 for seconds in mesh)
 
 
 def mixed_backend(rank):
