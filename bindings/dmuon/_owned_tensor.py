@@ -447,11 +447,13 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         full = value.full_tensor()
         return local_like(full, model.is_owner) if full.ndim else full
 
-    result = func(*tree_map(local, args), **tree_map(local, kwargs))
     if func is aten.detach.default:
-        alias = model.like(result)
+        # The same local part: below this dispatch an alias of it would count changes of its own,
+        # and what is written through this one, as a load into a state dict, must count for both.
+        alias = model.like(model._local_tensor)
         alias._alias_of = model._alias_of
         return alias
+    result = func(*tree_map(local, args), **tree_map(local, kwargs))
 
     def wrap(value: Any, template: OwnedTensor) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -12,6 +12,7 @@ from checkpoint_model import (
     Additive,
     Reordered,
     backward,
+    batch,
     build,
     different,
     everything,
@@ -19,7 +20,7 @@ from checkpoint_model import (
     train,
 )
 from checks import Checks
-from models import distribute, make_mesh
+from models import distribute, full, make_mesh
 from ranks import run_ranks
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -224,6 +225,33 @@ def accumulating(rank, layout, folder):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_save_while_gradients_accumulate_is_the_state_of_the_last_step(layout, tmp_path):
     assert run_ranks(4, accumulating, layout, str(tmp_path)) == [[]] * 4
+
+
+def in_place(rank, layout, folder):
+    """``dcp.load`` and writes into a state dict, whose tensors are the model's own."""
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    train(called, optimizer, range(2), rank, 4)
+    before, seen = everything(model, optimizer), outputs(called)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    train(called, optimizer, range(2, 4), rank, 4)
+    outputs(called)  # nothing is on its way
+    dcp.load(state_of(model, optimizer), checkpoint_id=folder)
+    checks.equal("loaded everywhere", outputs(called), seen)
+    checks.true("loaded", different(everything(model, optimizer), before) == [])
+
+    name = "layers.0.up_proj.weight"
+    weight = torch.arange(48.0).reshape(8, 6)
+    model.state_dict()[name].copy_(weight)
+    checks.equal("written", full(model.layers[0].up_proj.weight), weight)
+    y = batch(0, 0, 1, 1)[0] @ weight.T + full(model.layers[0].up_proj.bias)
+    checks.equal("written everywhere", outputs(called)[:, :8], y)
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_load_into_the_tensors_of_a_state_dict_reaches_all_replicas(layout, tmp_path):
+    assert run_ranks(4, in_place, layout, str(tmp_path)) == [[]] * 4
 
 
 # --- other models --------------------------------------------------------------------------------
