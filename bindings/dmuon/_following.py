@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from ._fsdp import named_sharded
 from ._muon_groups import check_parameter, plain_name
 from ._muon_load import copy_state
 from ._muon_state import init_adamw_state
+from ._owned_tensor import OwnedTensor
 from ._runtime import _ORDER
 
 
@@ -29,13 +31,16 @@ class FollowingOptimizer(torch.optim.Optimizer):
         self._following = following
         self._names = {}  # by the id of a parameter
         self._order: list[str] = []  # of the parameters of all groups
+        # The groups' lists, if nothing can come in the place of what they hold any more.
+        self._final: list[list[torch.Tensor]] | None = None
         self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def state(self) -> Any:
         """Per parameter, as in torch. Whoever reads it finds the model's parameters of now, in
-        ``param_groups`` too: torch's checkpoint functions look here first."""
-        if self.__dict__.get("_following"):
+        ``param_groups`` too: torch's checkpoint functions look here first, and some of them once
+        for every parameter, so it must not take long."""
+        if self.__dict__.get("_following") and not self._is_final():
             self.follow_model()
         return self._states
 
@@ -64,6 +69,16 @@ class FollowingOptimizer(torch.optim.Optimizer):
         if now is not None:
             self._take(now)
         self._following = not last
+        listed: list[list[torch.Tensor]] = [group["params"] for group in self.param_groups]
+        self._final = None if may_be_sharded(listed) else listed
+
+    def _is_final(self) -> bool:
+        groups, final = self.param_groups, self._final
+        return (
+            final is not None
+            and len(final) == len(groups)
+            and all(group["params"] is params for group, params in zip(groups, final))
+        )
 
     def _take(self, now: list[torch.Tensor]) -> None:
         states = self._states
@@ -78,6 +93,13 @@ class FollowingOptimizer(torch.optim.Optimizer):
                     copy_state(states.pop(before[name]), states[p])
                     del self._names[id(before[name])]
                     self._names[id(p)] = name
+
+
+def may_be_sharded(listed: list[list[torch.Tensor]]) -> bool:
+    """Whether ``fully_shard`` may still replace one of these parameters."""
+    every = [p for params in listed for p in params]
+    sharding = any(isinstance(p, OwnedTensor) and not p._view.plain_scalars for p in every)
+    return sharding and not all(isinstance(p, DTensor) for p in every)
 
 
 def parameters_now(

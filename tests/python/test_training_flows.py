@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_model import Additive, backward, build, different, everything, train
 from checks import Checks
-from models import make_mesh
+from models import distribute, make_mesh
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -200,3 +200,26 @@ def not_followed(rank):
 
 def test_other_changes_of_parameters_are_refused():
     assert run_ranks(4, not_followed) == [[]] * 4
+
+
+def looks(rank, rows):
+    """How often the optimizer goes through its model while its state is saved and loaded."""
+    model, _ = distribute(Additive(rows=rows), "(2)")
+    optimizer = dmuon.Muon(model)
+    count = 0
+    parameters_now = dmuon._following.parameters_now
+
+    def counting(*args):
+        nonlocal count
+        count += 1
+        return parameters_now(*args)
+
+    dmuon._following.parameters_now = counting
+    part = OptimizerPart(model, optimizer)
+    part.load_state_dict(part.state_dict())
+    return count
+
+
+def test_saving_and_loading_do_not_go_through_the_model_for_every_parameter():
+    few = run_ranks(2, looks, (8,) * 2)
+    assert run_ranks(2, looks, (8,) * 20) == few
