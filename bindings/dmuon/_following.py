@@ -19,18 +19,20 @@ from ._muon_groups import check_parameter, plain_name
 from ._muon_load import copy_state
 from ._muon_state import init_adamw_state
 from ._owned_tensor import OwnedTensor
-from ._runtime import _ORDER
+from ._runtime import _ORDER, Runtime
 
 
 class FollowingOptimizer(torch.optim.Optimizer):
     """Finds the parameters of its model again by their names, and takes their state along."""
 
     _names: dict[int, str]
+    _runtimes: list[Runtime]
 
     def _prepare_to_follow(self, following: bool = True) -> None:
         self._following = following
         self._names = {}  # by the id of a parameter
         self._order: list[str] = []  # of the parameters of all groups
+        self._members: dict[int, str] = {}  # see _note_members
         # The groups' lists, if nothing can come in the place of what they hold any more.
         self._final: list[list[torch.Tensor]] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -66,11 +68,36 @@ class FollowingOptimizer(torch.optim.Optimizer):
             return
         model = None if self._model is None else self._model()
         now = parameters_now(model, self.param_groups, self._names, self._order)
+        if model is None:
+            self._check_still_there()
         if now is not None:
             self._take(now)
         self._following = not last
         listed: list[list[torch.Tensor]] = [group["params"] for group in self.param_groups]
         self._final = None if may_be_sharded(listed) else listed
+
+    def _note_members(self) -> None:
+        """Of an optimizer that was given parameters, not the model: which of them are in a model
+        with dedicated ones."""
+        if self._model is not None or not self._following:
+            return
+        listed = {id(p) for group in self.param_groups for p in group["params"]}
+        for runtime in self._runtimes:
+            named = named_sharded(runtime.model)
+            self._members.update((id(p), plain_name(n)) for n, p in named if id(p) in listed)
+
+    def _check_still_there(self) -> None:
+        """Such an optimizer cannot find again what was replaced."""
+        if not self._members:
+            return
+        there = {id(p) for runtime in self._runtimes for _, p in named_sharded(runtime.model)}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if id(p) in self._members and id(p) not in there:
+                    raise RuntimeError(
+                        f"dmuon: parameter {self._members[id(p)]!r} was replaced after the "
+                        f"optimizer was built from parameters, not from the model; {_ORDER}"
+                    )
 
     def _is_final(self) -> bool:
         groups, final = self.param_groups, self._final

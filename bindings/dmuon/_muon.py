@@ -156,6 +156,7 @@ class Muon(FollowingOptimizer):
         self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
         muon = (p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"])
         check_used(blocks, [self._names[id(p)] for p in muon])
+        self._note_members()
 
     # --- construction --------------------------------------------------------------------------
 

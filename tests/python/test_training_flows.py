@@ -202,6 +202,33 @@ def test_other_changes_of_parameters_are_refused():
     assert run_ranks(4, not_followed) == [[]] * 4
 
 
+def from_parameters(rank, when):
+    """Without the model, which it could look through: groups that were made before or after."""
+    mesh, model = make_mesh("(2)"), Additive()
+    dmuon.dedicate_params(model, mesh)
+    if when == "after":
+        fully_shard(model, mesh=mesh)
+    matrices = [p for p in model.parameters() if isinstance(p, dmuon.OwnedTensor)]
+    others = [p for p in model.parameters() if not isinstance(p, dmuon.OwnedTensor)]
+    groups = [{"params": others, "algorithm": "adamw"}, {"params": matrices}]
+    optimizer = dmuon.Muon(groups)
+    if when == "before":
+        fully_shard(model, mesh=mesh)
+    before = everything(model, optimizer) if when == "after" else {}
+    try:
+        train(model, optimizer, range(1), rank, 2)
+    except RuntimeError as error:
+        return str(error)
+    return different(everything(model, optimizer), before)
+
+
+def test_an_optimizer_that_could_not_follow_its_parameters_says_so():
+    for message in run_ranks(2, from_parameters, "before"):
+        assert "'table.weight' was replaced" in message and "the order is" in message
+    for changed in run_ranks(2, from_parameters, "after"):
+        assert {"table.weight", "layers.0.up_proj.weight"} <= set(changed)
+
+
 def looks(rank, rows):
     """How often the optimizer goes through its model while its state is saved and loaded."""
     model, _ = distribute(Additive(rows=rows), "(2)")
