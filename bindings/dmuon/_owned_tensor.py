@@ -48,6 +48,9 @@ _GRAD: Any = torch.Tensor.grad
 #: torch.Tensor's own attribute, without what ``OwnedTensor`` adds to it.
 plain_grad: Callable[[Any], Any] = _GRAD.__get__
 set_plain_grad: Callable[[Any, Any], None] = _GRAD.__set__
+_DATA: Any = torch.Tensor.data
+plain_data: Callable[[Any], Any] = _DATA.__get__
+set_plain_data: Callable[[Any, Any], None] = _DATA.__set__
 
 
 class OwnedAlong(Shard):
@@ -317,6 +320,26 @@ class OwnedTensor(DTensor):
         # a tensor that has one for a plain tensor.
         is_parameter = isinstance(self, torch.nn.Parameter)
         return self._local_tensor.data_ptr() if is_parameter else super().data_ptr()
+
+    @property
+    def data(self) -> Any:
+        """As in torch. What is given to it must have the same owner. Values go into the local part,
+        which stays; one of another dtype takes its place, before the first use."""
+        return plain_data(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not isinstance(value, OwnedTensor) or value._owner != self._owner:
+            raise RuntimeError(
+                f"dmuon: the data of a tensor of shape {tuple(self.shape)} that rests on its owner "
+                f"cannot become a {type(value).__name__} of shape {tuple(value.shape)} that does "
+                "not; p.copy_(tensor) takes any"
+            )
+        if (value.dtype, value.device, value.shape) == (self.dtype, self.device, self.shape):
+            plain_data(self).copy_(value)
+            return
+        set_plain_data(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
 
     def _not_whole(self, what: str) -> str:
         return (

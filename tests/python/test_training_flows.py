@@ -6,9 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_model import Additive, backward, build, different, everything, train
+from checkpoint_model import (
+    Additive,
+    backward,
+    batch,
+    build,
+    different,
+    everything,
+    outputs,
+    train,
+)
 from checks import Checks
-from models import distribute, make_mesh
+from models import distribute, full, make_mesh
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
 
@@ -227,6 +236,41 @@ def test_an_optimizer_that_could_not_follow_its_parameters_says_so():
         assert "'table.weight' was replaced" in message and "the order is" in message
     for changed in run_ranks(2, from_parameters, "after"):
         assert {"table.weight", "layers.0.up_proj.weight"} <= set(changed)
+
+
+def converted(rank):
+    """``p.data = p.data.to(dtype)`` between optimizer and ``fully_shard``, as in Accelerate."""
+    checks = Checks(rank)
+    torch.manual_seed(0)
+    mesh, model = make_mesh("(2)"), Additive().bfloat16()
+    dmuon.dedicate_params(model, mesh)
+    optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
+    for p in model.parameters():
+        p.data = p.data.to(torch.float32)
+    fully_shard(model, mesh=mesh)
+    train(model, optimizer, range(3), rank, 2)
+    found = everything(model, optimizer)
+
+    torch.manual_seed(0)
+    model, _ = distribute(Additive().bfloat16().float(), "(2)")
+    optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
+    train(model, optimizer, range(3), rank, 2)
+    expected = everything(model, optimizer)
+    checks.true("fp32", different({n: found[n] for n in expected}, expected) == [])
+
+    weight = model.layers[0].up_proj.weight
+    weight.data = weight.data * 2
+    name = "layers.0.up_proj.weight"
+    checks.equal("scaled", full(weight), 2 * expected[name])
+    y = batch(0, 0, 1, 1)[0] @ full(weight).T + full(model.layers[0].up_proj.bias)
+    checks.true("scaled for all", torch.allclose(outputs(model)[:, :8], y, rtol=1e-6))
+    for value in (torch.zeros(8, 6), distribute_tensor(torch.zeros(8, 6), mesh)):
+        checks.refused("no owner", "copy_", lambda v=value: setattr(weight, "data", v))
+    return checks.bad
+
+
+def test_what_is_given_to_data_is_in_force():
+    assert run_ranks(2, converted) == [[]] * 2
 
 
 def looks(rank, rows):
