@@ -31,7 +31,7 @@ from ._muon_options import (
     muon_hyper,
     state_options,
 )
-from ._muon_state import fit_muon_state, init_adamw_state, local_part, owned_states
+from ._muon_state import fit_muon_state, init_adamw_state, like, local_part, owned_states
 from ._owned_tensor import OwnedTensor
 from ._runtime import Runtime, runtimes_of
 from ._unit import Unit
@@ -399,6 +399,14 @@ class Muon(FollowingOptimizer):
             master.copy_(torch.where(changed, local, master))
         return master
 
+    @torch.no_grad()
+    def _follow_weights(self) -> None:
+        """Brings the masters up to weights that were changed from outside since the last step, or
+        since long, where no gradient came: whoever loads them again takes them for the weights."""
+        for p, state in self._states.items():
+            if "master" in state:
+                self._weight(p)
+
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         states = [self._states[p] for p in params]
@@ -482,6 +490,7 @@ class Muon(FollowingOptimizer):
         ``torch.distributed.checkpoint``, or ``get_optimizer_state_dict`` with full_state_dict=True.
         """
         self.follow_model()
+        self._follow_weights()
         state_dict = super().state_dict()
         for group, own in zip(state_dict["param_groups"], self.param_groups):
             names = [self._names[id(p)] for p in own["params"]]
@@ -502,6 +511,7 @@ class Muon(FollowingOptimizer):
                 ``torch.distributed.checkpoint``, or by ``get_optimizer_state_dict``.
         """
         self.follow_model()
+        self._follow_weights()
         keep = not dist.is_initialized() or dist.get_rank() == to
         named = [(self._names[id(p)], values) for p, values in self._states.items()]
         for value in owned_states(named):
@@ -581,8 +591,10 @@ class Muon(FollowingOptimizer):
             self._states.update(kept)
             raise
         for p in params:
+            if "master" in loaded[p]:  # of a half-precision one, which this one may not be
+                self._states[p].setdefault("master", like(p, torch.empty_like(local_part(p))))
             copy_state(loaded[p], self._states[p])
-            if "master" in loaded[p] and "master" in self._states[p]:
+            if "master" in loaded[p]:
                 self._master_versions[id(p)] = local_part(p)._version
 
 

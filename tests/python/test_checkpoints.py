@@ -196,6 +196,53 @@ def test_other_processes_may_write_an_asynchronous_save(tmp_path, monkeypatch):
     assert run_ranks(2, asynchronous, 2, "(2)", str(tmp_path), kind) == [[]] * 2
 
 
+def before_a_step(rank, layout):
+    """bf16 weights that came after the optimizer was built, saved before it has updated them."""
+    checks = Checks((layout, rank))
+    given = {n: v + 1 for n, v in Additive(halves=(1,)).state_dict().items()}
+    _, model, optimizer = build(layout, halves=(1,))
+    set_model_state_dict(model, dict(given), options=StateDictOptions(full_state_dict=True))
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    name = "layers.1.up_proj.weight"
+    checks.equal("master", full(state["state"][name]["master"]), given[name].float())
+
+    called, other, second = build(layout, seed=1, halves=(1,))
+    set_model_state_dict(other, weights)
+    set_optimizer_state_dict(other, second, state)
+    train(called, second, range(1), rank, 2)
+    change = (full(other.layers[1].up_proj.weight) - given[name]).abs().max()
+    checks.true("one step from them", change < 0.1)
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", ["(2)", "ddp 2"])
+def test_masters_are_saved_as_those_of_the_weights_that_were_loaded(layout):
+    assert run_ranks(2, before_a_step, layout) == [[]] * 2
+
+
+def wider(rank, layout):
+    """The state of bf16 parameters for fp32 ones."""
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    train(called, optimizer, range(2), rank, 2)
+    whole = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=whole)
+    called, other, second = build(layout, seed=1)
+    set_state_dict(other, second, model_state_dict=weights, optim_state_dict=state, options=whole)
+    master = second.state[other.layers[1].up_proj.weight]["master"]
+    checks.true("on its owner alone", isinstance(master, dmuon.OwnedTensor))
+    checks.equal(
+        "exact", full(master), full(optimizer.state[model.layers[1].up_proj.weight]["master"])
+    )
+    train(called, second, range(2, 3), rank, 2)
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", ["(2)", "ddp 2"])
+def test_masters_go_to_their_owners_also_in_an_fp32_model(layout):
+    assert run_ranks(2, wider, layout) == [[]] * 2
+
+
 def accumulating(rank, layout, folder):
     """Saves between the micro-batches of a step."""
     checks = Checks((layout, rank))
