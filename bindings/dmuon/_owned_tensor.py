@@ -362,6 +362,8 @@ class OwnedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         written = _written(func, args)
+        if func is aten._to_copy.default and str(kwargs.get("device")) == "meta":
+            _refuse_meta(args[0])
         if func is aten.copy_.default:
             result = _copy_(*args, **kwargs)
         elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -455,6 +457,16 @@ def _is_foreach_local(func: Any, args: tuple[Any, ...]) -> bool:
             for t in row
         )
     )
+
+
+def _refuse_meta(tensor: OwnedTensor) -> None:
+    if not tensor._local_tensor.is_meta:
+        raise RuntimeError(
+            f"dmuon: a tensor of shape {tuple(tensor.shape)} that rests on its owner alone would "
+            "be lost on the meta device: no other rank could bring it back. With Accelerate: "
+            "cpu_ram_efficient_loading=False (FSDP_CPU_RAM_EFFICIENT_LOADING); else dedicate the "
+            "parameters of a model that is on the meta device already"
+        )
 
 
 def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

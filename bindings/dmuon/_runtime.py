@@ -78,6 +78,13 @@ class Runtime:
         model.__dict__.setdefault(_RUNTIMES, []).append(self)
         self._register_hooks()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(
+            "dmuon: a model with dedicated parameters cannot be copied, since its units and hooks "
+            "belong to this one: copy it before dedicate_params, and dedicate the parameters of "
+            "both, or load a full state (get_model_state_dict) into another"
+        )
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters at rest, in unit order."""

@@ -120,9 +120,17 @@ def one_rank_alone(rank, layout, folder):
     checks = Checks((layout, rank))
     called, model, optimizer = build(layout)
     train(called, optimizer, range(1), rank, 4)
-    for name, thing in (("optimizer", optimizer), ("model", model)):
+    things = {"optimizer": optimizer, "model": model}
+    if layout == "ddp":  # every rank has all weights
+        del things["model"]
+        torch.save(model.state_dict(), f"{folder}/{rank}")
+        saved = torch.load(f"{folder}/{rank}", weights_only=True)
+        checks.true(
+            "whole", different(saved, {n: full(v) for n, v in model.state_dict().items()}) == []
+        )
+    for name, thing in things.items():
         checks.refused(
-            name, "full_state_dict", lambda: torch.save(thing.state_dict(), f"{folder}/{rank}")
+            name, "full_state_dict", lambda t=thing: torch.save(t.state_dict(), f"{folder}/{rank}")
         )
     return checks.bad
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -271,6 +273,27 @@ def converted(rank):
 
 def test_what_is_given_to_data_is_in_force():
     assert run_ranks(2, converted) == [[]] * 2
+
+
+def lost_or_shared(rank):
+    checks = Checks(rank)
+    model, mesh = Additive(), make_mesh("(2)")
+    dmuon.dedicate_params(model, mesh)
+    words = "cpu_ram_efficient_loading"
+    checks.refused("lost on the meta device", words, lambda: model.to("meta"))
+    with torch.device("meta"):
+        model = Additive()
+    dmuon.dedicate_params(model, mesh)
+    model.to("meta")  # nothing is lost
+    model, _ = distribute(Additive(), "ddp 2")
+    for part in (model.module, model.module.layers[0]):
+        words = "copy it before dedicate_params"
+        checks.refused("copied", words, lambda p=part: copy.deepcopy(p))
+    return checks.bad
+
+
+def test_what_would_lose_or_share_dedicated_parameters_is_refused():
+    assert run_ranks(2, lost_or_shared) == [[]] * 2
 
 
 def looks(rank, rows):
