@@ -19,7 +19,7 @@ from ._muon_groups import check_parameter, plain_name
 from ._muon_load import copy_state
 from ._muon_state import init_adamw_state
 from ._owned_tensor import OwnedTensor
-from ._runtime import _ORDER, Runtime
+from ._runtime import _ORDER, Runtime, runtimes_of
 
 
 class FollowingOptimizer(torch.optim.Optimizer):
@@ -30,12 +30,21 @@ class FollowingOptimizer(torch.optim.Optimizer):
 
     def _prepare_to_follow(self, following: bool = True) -> None:
         self._following = following
-        self._names = {}  # by the id of a parameter
-        self._order: list[str] = []  # of the parameters of all groups
+        self._names = {}  # for messages, by the id of a parameter
+        self._places: dict[int, str] = {}  # names in the model, or the same if it is not there
+        self._order: list[str] = []  # places of the parameters of all groups
         self._members: dict[int, str] = {}  # see _note_members
         # The groups' lists, if nothing can come in the place of what they hold any more.
         self._final: list[list[torch.Tensor]] | None = None
         self._model: weakref.ref[nn.Module] | None = None
+
+    def _expect(self, params: list[Any]) -> None:
+        """Notes where the parameters of another group are to be found."""
+        model = None if self._model is None else self._model()
+        found = {id(p): place for place, p in parameters_at_rest(model).items()}
+        places = {id(p): found.get(id(p), self._names[id(p)]) for p in params}
+        self._places.update(places)
+        self._order += places.values()
 
     @property
     def state(self) -> Any:
@@ -67,7 +76,7 @@ class FollowingOptimizer(torch.optim.Optimizer):
         if not self._following or not self.param_groups:
             return
         model = None if self._model is None else self._model()
-        now = parameters_now(model, self.param_groups, self._names, self._order)
+        now = parameters_now(model, self.param_groups, self._places, self._order)
         if model is None:
             self._check_still_there()
         if now is not None:
@@ -83,14 +92,15 @@ class FollowingOptimizer(torch.optim.Optimizer):
             return
         listed = {id(p) for group in self.param_groups for p in group["params"]}
         for runtime in self._runtimes:
-            named = named_sharded(runtime.model)
-            self._members.update((id(p), plain_name(n)) for n, p in named if id(p) in listed)
+            named = parameters_at_rest(runtime.model)
+            self._members.update((id(p), n) for n, p in named.items() if id(p) in listed)
 
     def _check_still_there(self) -> None:
         """Such an optimizer cannot find again what was replaced."""
         if not self._members:
             return
-        there = {id(p) for runtime in self._runtimes for _, p in named_sharded(runtime.model)}
+        models = [runtime.model for runtime in self._runtimes]
+        there = {id(p) for model in models for p in parameters_at_rest(model).values()}
         for group in self.param_groups:
             for p in group["params"]:
                 if id(p) in self._members and id(p) not in there:
@@ -109,17 +119,28 @@ class FollowingOptimizer(torch.optim.Optimizer):
 
     def _take(self, now: list[torch.Tensor]) -> None:
         states = self._states
-        before = {self._names[id(p)]: p for p in states if id(p) in self._names}
-        named = iter(zip(self._order, now))
+        before = {self._places[id(p)]: p for p in states if id(p) in self._places}
+        placed = iter(zip(self._order, now))
         for group in self.param_groups:
-            mine = [next(named) for _ in group["params"]]
+            mine = [next(placed) for _ in group["params"]]
             group["params"] = [p for _, p in mine]
-            for name, p in mine:
-                if id(p) not in self._names:
+            for place, p in mine:
+                if id(p) not in self._places:
+                    old = before[place]
                     init_adamw_state(states[p], p)
-                    copy_state(states.pop(before[name]), states[p])
-                    del self._names[id(before[name])]
-                    self._names[id(p)] = name
+                    copy_state(states.pop(old), states[p])
+                    self._names[id(p)] = self._names.pop(id(old))
+                    self._places[id(p)] = self._places.pop(id(old))
+
+
+def parameters_at_rest(model: nn.Module | None) -> dict[str, nn.Parameter]:
+    """A model's parameters by name, also in a forward or in ``full_params``, when whole ones stand
+    in their places."""
+    if model is None:
+        return {}
+    units = [unit for runtime in runtimes_of(model) for unit in runtime.units]
+    rests = {id(live): rest for unit in units for live, rest in zip(unit.lives, unit.rests)}
+    return {plain_name(name): rests.get(id(p), p) for name, p in named_sharded(model)}
 
 
 def may_be_sharded(listed: list[list[torch.Tensor]]) -> bool:
@@ -130,13 +151,13 @@ def may_be_sharded(listed: list[list[torch.Tensor]]) -> bool:
 
 
 def parameters_now(
-    model: nn.Module | None, groups: list[dict[str, Any]], names: dict[int, str], order: list[str]
+    model: nn.Module | None, groups: list[dict[str, Any]], places: dict[int, str], order: list[str]
 ) -> list[torch.Tensor] | None:
     """The parameters in a model's places of those in ``groups``, one list for all groups.
 
     ``fully_shard`` and its like give a model new ones, under the same names; some trainers exchange
-    those in the groups then, also for wrong ones. ``names`` by ``id`` and ``order``, of all groups,
-    are as they were.
+    those in the groups then, also for wrong ones. ``places``, by ``id``, and ``order``, over all
+    groups, are where the parameters were in the model.
 
     Returns:
         None if the groups hold them already.
@@ -145,22 +166,22 @@ def parameters_now(
         RuntimeError: one that cannot be found again, or a dedicated one that was replaced.
         ValueError: one that its group's algorithm cannot take.
     """
-    current = {} if model is None else {plain_name(n): p for n, p in named_sharded(model)}
+    current = parameters_at_rest(model)
     ids = {id(p) for p in current.values()}
     listed = [(p, group["algorithm"]) for group in groups for p in group["params"]]
     if len({id(p) for p, _ in listed}) == len(listed) and all(
-        id(p) in names and (id(p) in ids or names[id(p)] not in current) for p, _ in listed
+        id(p) in places and (id(p) in ids or places[id(p)] not in current) for p, _ in listed
     ):
         return None
     found: list[torch.Tensor] = []
-    for (p, algorithm), name in zip(listed, order):
-        now: Any = current.get(name, p)
-        known = id(now) in names or (algorithm == "adamw" and name in current)
+    for (p, algorithm), place in zip(listed, order):
+        now: Any = current.get(place, p)
+        known = id(now) in places or (algorithm == "adamw" and place in current)
         if not known or len(listed) != len(order):
             raise RuntimeError(
-                f"dmuon: parameter {name!r}, now {tuple(p.shape)}, was replaced or exchanged after "
-                f"the optimizer was built; {_ORDER}"
+                f"dmuon: parameter {place!r}, now {tuple(p.shape)}, was replaced or exchanged "
+                f"after the optimizer was built; {_ORDER}"
             )
-        check_parameter(now, name, algorithm)
+        check_parameter(now, place, algorithm)
         found.append(now)
     return found

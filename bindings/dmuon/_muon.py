@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from . import _C
 from ._blocks import blocks_by_name, check_used, resolve_group
 from ._clip import clip_grad_norm_
-from ._following import FollowingOptimizer
-from ._gradients import local_gradient, nonfinite
-from ._muon_batches import Batch, Row, rows_by_unit
 from ._muon_groups import check_gradient, check_parameter, split_model
 from ._muon_load import check_state, copy_state, take_options
 from ._muon_options import (
@@ -32,9 +28,9 @@ from ._muon_options import (
     state_options,
 )
 from ._muon_state import fit_muon_state, init_adamw_state, like, local_part, owned_states
+from ._muon_step import MuonStep, blocks_of
 from ._owned_tensor import OwnedTensor
 from ._runtime import Runtime, runtimes_of
-from ._unit import Unit
 
 #: Called inside ``step``; see ``Muon.register_update_hook``.
 UpdateHook = Callable[["Muon"], None]
@@ -42,7 +38,7 @@ UpdateHook = Callable[["Muon"], None]
 _NONFINITE = ("skip", "raise", "ignore")
 
 
-class Muon(FollowingOptimizer):
+class Muon(MuonStep):
     """Muon (K. Jordan et al., 2024), each matrix on its owner alone; AdamW for everything else.
 
     Matrices follow ``torch.optim.Muon``: ``buf += (1 - momentum)(g - buf)``; orthogonalize
@@ -146,7 +142,7 @@ class Muon(FollowingOptimizer):
         self._runtimes: list[Runtime] = []
         self._consolidated = False
         self._configs: dict[Any, _C.NewtonSchulzConfig] = {}
-        self._master_versions: dict[int, int] = {}
+        self._masters_of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._fitted: dict[int, tuple[Any, ...]] = {}
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._workspace = _C.NewtonSchulzWorkspace()
@@ -208,9 +204,9 @@ class Muon(FollowingOptimizer):
             place = f"{position} of group {len(self.param_groups)}"
             self._names.setdefault(id(parameter), place)
             check_parameter(parameter, self._names[id(parameter)], algorithm)
-        self._order += [self._names[id(parameter)] for parameter in params]
         self._settle(group)
         super().add_param_group(group)
+        self._expect(params)
         for key in set(group) - {*defaults, *param_group, "name", "algorithm"}:
             del group[key]  # the other algorithm's, which the base class filled in
         self._use(_runtimes_behind(params))
@@ -241,9 +237,9 @@ class Muon(FollowingOptimizer):
                     init_adamw_state(self._states[p], p)
                 continue
             fresh = "master" not in self._states[p]
-            fit_muon_state(self._states[p], p, group, _blocks(group, i))
+            fit_muon_state(self._states[p], p, group, blocks_of(group, i))
             if fresh and "master" in self._states[p]:
-                self._master_versions[id(p)] = local_part(p)._version
+                self._note_master(p)
         self._fitted[id(group)] = state_options(group)
 
     def _follow_options(self, group: dict[str, Any]) -> None:
@@ -297,127 +293,6 @@ class Muon(FollowingOptimizer):
             if not early:
                 runtime.publish(updated, wait=not self.replicate_async)
         return loss
-
-    def _found_nonfinite(self) -> bool:
-        """Whether this step must be skipped; raises instead if that was asked for."""
-        params = (p for group in self.param_groups for p in group["params"])
-        found, bad = nonfinite(params)
-        if not found:
-            return False
-        names = [self._names[id(p)] for p in bad]
-        if self.nonfinite == "raise":
-            raise RuntimeError(
-                "dmuon: a gradient holds a NaN or an infinity: "
-                + (f"here that of {names}" if names else "on another rank, which says whose")
-                + "; nothing has been changed"
-            )
-        if names:
-            step = max([runtime.steps for runtime in self._runtimes], default=0)
-            warnings.warn(
-                f"dmuon: all ranks skip the step after step {step}, the gradient of {names} holds "
-                f"a NaN or an infinity ({self.skipped_steps + 1} skipped so far)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return True
-
-    def _step_muon(self, updated: set[int], early: bool) -> None:
-        """Adds the ``id`` of what is updated to ``updated``; publishes units at once if ``early``,
-        so that they travel while others are orthogonalized."""
-        batches: dict[int, tuple[dict[str, Any], Batch]] = {}
-        done: list[Unit] = []
-        for unit, rows in rows_by_unit(self.param_groups):
-            for row in rows:
-                gradient = local_gradient(row.p)
-                if gradient is None:
-                    continue
-                updated.add(id(row.p))
-                _, batch = batches.setdefault(id(row.group), (row.group, Batch()))
-                self._add(batch, row, gradient)
-            if unit is not None:
-                done.append(unit)
-            waiting = [batch for _, batch in batches.values() if batch.weights]
-            if waiting and not any(batch.worth_while for batch in waiting):
-                continue
-            self._update(batches)
-            if early:
-                _publish(done, updated)
-        self._update(batches)
-        if early:
-            _publish(done, updated)
-
-    def _add(self, batch: Batch, row: Row, gradient: torch.Tensor) -> None:
-        p, group = row.p, row.group
-        state = self._states[p]
-        rounded = "step" in state
-        if rounded:
-            state["step"] += 1  # on every rank
-        local = local_part(p)
-        if local.numel() == 0:
-            return  # another rank's
-        weight = self._weight(p)
-        if "master" in state:
-            batch.halves.append((p, local, weight))
-        batch.weights.append(weight)
-        batch.gradients.append(gradient)
-        batch.momenta.append(local_part(state["momentum_buffer"]))
-        blocks = _blocks(group, row.index)
-        batch.blocks.append(blocks)
-        if group["variant"] != "none":
-            batch.moments.append(local_part(state["second_momentum_buffer"]))
-        if rounded:
-            batch.streams.append((row.number, int(state["step"])))
-        source = p._gradient_source()[0] if isinstance(p, OwnedTensor) else None
-        if isinstance(source, Unit):
-            stacked = p.shape[0] if p.ndim == 3 else 1
-            source.orthogonalized += stacked * (len(blocks[1]) if blocks else 1)
-
-    def _update(self, batches: dict[int, tuple[dict[str, Any], Batch]]) -> None:
-        for group, batch in batches.values():
-            if not batch.weights:
-                continue
-            _C.muon_update(
-                batch.weights, batch.gradients, batch.momenta, muon_hyper(group, self._configs),
-                second_moments=batch.moments, blocks=batch.blocks, streams=batch.streams,
-                workspace=self._workspace,
-            )  # fmt: skip
-            for p, local, master in batch.halves:
-                local.copy_(master)
-                self._master_versions[id(p)] = local._version
-        batches.clear()
-
-    def _weight(self, p: torch.Tensor) -> torch.Tensor:
-        """What the update changes on this rank: the fp32 master, or the parameter itself."""
-        local = local_part(p)
-        if "master" not in self._states[p]:
-            return local.detach()
-        master = local_part(self._states[p]["master"])
-        if local._version != self._master_versions.get(id(p)):
-            # Loaded or changed from outside since the last step. What is its rounding still stays:
-            # a checkpoint's weights may be loaded after its masters.
-            changed = master.to(local.dtype) != local
-            master.copy_(torch.where(changed, local, master))
-        return master
-
-    @torch.no_grad()
-    def _follow_weights(self) -> None:
-        """Brings the masters up to weights that were changed from outside since the last step, or
-        since long, where no gradient came: whoever loads them again takes them for the weights."""
-        for p, state in self._states.items():
-            if "master" in state:
-                self._weight(p)
-
-    def _step_adamw(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        states = [self._states[p] for p in params]
-        _C.adamw_update(
-            [local_part(p).detach() for p in params],
-            [local_part(p.grad) for p in params],
-            [local_part(s["exp_avg"]) for s in states],
-            [local_part(s["exp_avg_sq"]) for s in states],
-            [s["step"] for s in states],
-            **adamw_options(group),
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also forgets what was accumulated under ``no_sync`` or is on its way."""
@@ -481,7 +356,7 @@ class Muon(FollowingOptimizer):
                 local.copy_(weight)
         increment_version(local)  # on all ranks: the units ask for it
         if "master" in self._states[p]:
-            self._master_versions[id(p)] = local._version
+            self._note_master(p)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -507,12 +382,16 @@ class Muon(FollowingOptimizer):
         momenta in CPU memory; the others one at a time.
 
         Raises:
+            ValueError: there is no such rank.
             RuntimeError: the state of other parameters is sharded (FSDP2): save that with
                 ``torch.distributed.checkpoint``, or by ``get_optimizer_state_dict``.
         """
         self.follow_model()
         self._follow_weights()
-        keep = not dist.is_initialized() or dist.get_rank() == to
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if not 0 <= to < ranks:
+            raise ValueError(f"dmuon: to must be one of the {ranks} ranks, got {to}")
+        keep = ranks == 1 or dist.get_rank() == to
         named = [(self._names[id(p)], values) for p, values in self._states.items()]
         for value in owned_states(named):
             whole = value.full_tensor()
@@ -536,7 +415,7 @@ class Muon(FollowingOptimizer):
         super().__setstate__(state)
         if "_configs" in self.__dict__:
             return  # torch calls this from load_state_dict too
-        self._runtimes, self._configs, self._master_versions = [], {}, {}
+        self._runtimes, self._configs, self._masters_of = [], {}, {}
         self._consolidated = False
         self._prepare_to_follow(False)
         self._update_hooks, self._fitted = OrderedDict(), {}
@@ -547,7 +426,7 @@ class Muon(FollowingOptimizer):
         self._use(_runtimes_behind(p for group in self.param_groups for p in group["params"]))
         for p, values in self._states.items():
             if "master" in values:
-                self._master_versions[id(p)] = local_part(p)._version
+                self._note_master(p)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -594,21 +473,11 @@ class Muon(FollowingOptimizer):
             if "master" in loaded[p]:  # of a half-precision one, which this one may not be
                 self._states[p].setdefault("master", like(p, torch.empty_like(local_part(p))))
             copy_state(loaded[p], self._states[p])
-            if "master" in loaded[p]:
-                self._master_versions[id(p)] = local_part(p)._version
-
-
-def _publish(units: list[Unit], updated: set[int]) -> None:
-    for unit in units:
-        unit.publish(updated)
-    units.clear()
+            if "master" in loaded[p] and "master" in self._states[p]:
+                self._note_master(p)
 
 
 def _runtimes_behind(params: Iterable[torch.Tensor]) -> Iterator[Runtime]:
     for p in params:
         if isinstance(p, OwnedTensor) and (runtime := p._view.runtime()) is not None:
             yield runtime
-
-
-def _blocks(group: dict[str, Any], index: int) -> Any:
-    return None if group["blocks"] is None else group["blocks"][index]

@@ -214,7 +214,7 @@ class Runtime:
         self.prefetch.begin()
         # The engine drops its callbacks with the backward, however that ends; with them the token.
         token = _Token()
-        self._alive = weakref.ref(token)
+        self._alive = weakref.ref(token, functools.partial(_stopped, weakref.ref(self)))
         Variable._execution_engine.queue_callback(functools.partial(_finish, self, token))
 
     def finish_backward(self) -> None:
@@ -268,6 +268,16 @@ class _Token:
 
 def _finish(runtime: Runtime, token: _Token) -> None:
     runtime.finish_backward()
+
+
+def _stopped(runtime: weakref.ref[Runtime], _: Any) -> None:
+    """The engine has dropped its callbacks. If it has not called them, an exception is on its way:
+    who catches it must find the parameters at rest in the modules; the remainder is for
+    ``repair``, since nobody should wait for another rank in here."""
+    found = runtime()
+    if found is not None and found.core.in_backward:
+        for unit in found.units:
+            unit.show_rests()
 
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:

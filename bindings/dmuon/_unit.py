@@ -305,8 +305,13 @@ class Unit:
         for call in self._calls:  # whose graphs were retained
             call.left = call.inputs
         if self.depth == 0:
-            _C.install(self.slots, live=False)
+            self.show_rests()
             self.core.reshard()
+
+    def show_rests(self) -> None:
+        """Puts the parameters at rest into the modules, unless those are in use."""
+        if self.depth == 0 and not self.held:
+            _C.install(self.slots, live=False)
 
     # --- gradients, as the resting parameters ask for them ------------------------------------
 

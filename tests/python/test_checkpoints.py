@@ -120,15 +120,9 @@ def one_rank_alone(rank, layout, folder):
     checks = Checks((layout, rank))
     called, model, optimizer = build(layout)
     train(called, optimizer, range(1), rank, 4)
-    things = {"optimizer": optimizer, "model": model}
-    if layout == "ddp":  # every rank has all weights
-        del things["model"]
-        torch.save(model.state_dict(), f"{folder}/{rank}")
-        saved = torch.load(f"{folder}/{rank}", weights_only=True)
-        checks.true(
-            "whole", different(saved, {n: full(v) for n, v in model.state_dict().items()}) == []
-        )
-    for name, thing in things.items():
+    for name, thing in (("optimizer", optimizer), ("model", model)):
+        if name == "model" and layout == "ddp":
+            continue  # every rank has all of it; see test_saves_by_one_rank.py
         checks.refused(
             name, "full_state_dict", lambda t=thing: torch.save(t.state_dict(), f"{folder}/{rank}")
         )

@@ -115,7 +115,9 @@ def skip_layers(rank, prefetch):
     torch.manual_seed(0)
     model, _ = distribute(Skipping(), "(2,2)", prefetch=prefetch)
     optimizer = dmuon.Muon(model, lr=0.02)
-    units = [unit.core for unit in model.__dict__["_dmuon_runtimes"][0].units]
+    runtime = model.__dict__["_dmuon_runtimes"][0]
+    runtime.bind()
+    units = [unit.core for unit in runtime.units]
     most = 0
 
     def watch():

@@ -170,7 +170,9 @@ def live_bytes(rank, layout, reshard, prefetch):
     model = Tower(4, 16)
     wrapped, plan = distribute(model, layout, reshard_after_forward=reshard, prefetch=prefetch)
     optimizer = dmuon.Muon(model, lr=0.02)
-    units = [unit.core for unit in model._dmuon_runtimes[0].units]
+    runtime = model._dmuon_runtimes[0]
+    runtime.bind()
+    units = [unit.core for unit in runtime.units]
     seen = []
 
     def look(*_):

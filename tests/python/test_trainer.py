@@ -140,4 +140,4 @@ def test_trainer_trains_saves_and_resumes(mode, tmp_path):
     if mode == "ddp":
         plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
         for name, weight in plain.state_dict().items():
-            assert torch.equal(weight, runs[0][2][name]), name
+            assert torch.equal(weight, resumed[0][2][name]), name  # which wrote it last

@@ -190,6 +190,36 @@ def test_an_optimizer_may_be_built_before_fully_shard(how, tmp_path):
     assert run_ranks(4, wrapped_later, how, str(tmp_path)) == [[]] * 4
 
 
+def groups_of_ones_own(rank):
+    """Names that are not the model's, and a parameter that was frozen at first."""
+    checks = Checks(rank)
+    mesh = make_mesh("(4)")
+    model = Additive()
+    dmuon.dedicate_params(model, mesh)
+    model.table.bias.requires_grad_(False)
+    own = [{"params": [("mine", model.tied.bias)], "algorithm": "adamw", "lr": 0.5}]
+    optimizer = dmuon.Muon(model, param_groups=own)
+    model.table.bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.table.bias], "lr": 0.25})
+    apart = torch.nn.Parameter(torch.ones(2))  # no model's
+    optimizer.add_param_group({"params": [apart]})
+    fully_shard(model, mesh=mesh)
+    backward(model, 0, rank, 4)
+    apart.grad = torch.ones(2)
+    optimizer.step()
+    rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    checks.true("mine", rates[id(model.tied.bias)] == 0.5)
+    checks.true("unfrozen", rates[id(model.table.bias)] == 0.25)
+    checks.true("apart", apart[0] < 1)
+    checks.true("all", {*model.parameters(), apart} == set(optimizer.state))
+    checks.true("sharded", all(isinstance(p, DTensor) for p in model.parameters()))
+    return checks.bad
+
+
+def test_groups_of_ones_own_follow_the_model():
+    assert run_ranks(4, groups_of_ones_own) == [[]] * 4
+
+
 def not_followed(rank):
     checks = Checks(rank)
     model = Additive()
