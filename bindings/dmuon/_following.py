@@ -12,24 +12,30 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from ._fsdp import named_sharded
 from ._muon_groups import check_parameter, plain_name
 from ._muon_load import copy_state
 from ._muon_state import init_adamw_state
-from ._runtime import _ORDER, runtimes_of
+from ._owned_tensor import OwnedTensor
+from ._runtime import _ORDER, Runtime, runtimes_of
 
 
 class FollowingOptimizer(torch.optim.Optimizer):
     """Finds the parameters of its model again by their names, and takes their state along."""
 
     _names: dict[int, str]
+    _runtimes: list[Runtime]
 
     def _prepare_to_follow(self, following: bool = True) -> None:
         self._following = following
         self._names = {}  # for messages, by the id of a parameter
         self._places: dict[int, str] = {}  # names in the model, or the same if it is not there
         self._order: list[str] = []  # places of the parameters of all groups
+        self._members: dict[int, str] = {}  # see _note_members
+        # The groups' lists, if nothing can come in the place of what they hold any more.
+        self._final: list[list[torch.Tensor]] | None = None
         self._model: weakref.ref[nn.Module] | None = None
 
     def _expect(self, params: list[Any]) -> None:
@@ -43,8 +49,9 @@ class FollowingOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """Per parameter, as in torch. Whoever reads it finds the model's parameters of now, in
-        ``param_groups`` too: torch's checkpoint functions look here first."""
-        if self.__dict__.get("_following"):
+        ``param_groups`` too: torch's checkpoint functions look here first, and some of them once
+        for every parameter, so it must not take long."""
+        if self.__dict__.get("_following") and not self._is_final():
             self.follow_model()
         return self._states
 
@@ -70,9 +77,45 @@ class FollowingOptimizer(torch.optim.Optimizer):
             return
         model = None if self._model is None else self._model()
         now = parameters_now(model, self.param_groups, self._places, self._order)
+        if model is None:
+            self._check_still_there()
         if now is not None:
             self._take(now)
         self._following = not last
+        listed: list[list[torch.Tensor]] = [group["params"] for group in self.param_groups]
+        self._final = None if may_be_sharded(listed) else listed
+
+    def _note_members(self) -> None:
+        """Of an optimizer that was given parameters, not the model: which of them are in a model
+        with dedicated ones."""
+        if self._model is not None or not self._following:
+            return
+        listed = {id(p) for group in self.param_groups for p in group["params"]}
+        for runtime in self._runtimes:
+            named = parameters_at_rest(runtime.model)
+            self._members.update((id(p), n) for n, p in named.items() if id(p) in listed)
+
+    def _check_still_there(self) -> None:
+        """Such an optimizer cannot find again what was replaced."""
+        if not self._members:
+            return
+        models = [runtime.model for runtime in self._runtimes]
+        there = {id(p) for model in models for p in parameters_at_rest(model).values()}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if id(p) in self._members and id(p) not in there:
+                    raise RuntimeError(
+                        f"dmuon: parameter {self._members[id(p)]!r} was replaced after the "
+                        f"optimizer was built from parameters, not from the model; {_ORDER}"
+                    )
+
+    def _is_final(self) -> bool:
+        groups, final = self.param_groups, self._final
+        return (
+            final is not None
+            and len(final) == len(groups)
+            and all(group["params"] is params for group, params in zip(groups, final))
+        )
 
     def _take(self, now: list[torch.Tensor]) -> None:
         states = self._states
@@ -98,6 +141,13 @@ def parameters_at_rest(model: nn.Module | None) -> dict[str, nn.Parameter]:
     units = [unit for runtime in runtimes_of(model) for unit in runtime.units]
     rests = {id(live): rest for unit in units for live, rest in zip(unit.lives, unit.rests)}
     return {plain_name(name): rests.get(id(p), p) for name, p in named_sharded(model)}
+
+
+def may_be_sharded(listed: list[list[torch.Tensor]]) -> bool:
+    """Whether ``fully_shard`` may still replace one of these parameters."""
+    every = [p for params in listed for p in params]
+    sharding = any(isinstance(p, OwnedTensor) and not p._view.plain_scalars for p in every)
+    return sharding and not all(isinstance(p, DTensor) for p in every)
 
 
 def parameters_now(

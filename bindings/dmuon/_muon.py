@@ -27,7 +27,7 @@ from ._muon_options import (
     muon_hyper,
     state_options,
 )
-from ._muon_state import fit_muon_state, init_adamw_state, local_part, owned_states
+from ._muon_state import fit_muon_state, init_adamw_state, like, local_part, owned_states
 from ._muon_step import MuonStep, blocks_of
 from ._owned_tensor import OwnedTensor
 from ._runtime import Runtime, runtimes_of
@@ -152,6 +152,7 @@ class Muon(MuonStep):
         self.defaults.update(self._muon_defaults)  # schedulers look for "momentum" here
         muon = (p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"])
         check_used(blocks, [self._names[id(p)] for p in muon])
+        self._note_members()
 
     # --- construction --------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Muon(MuonStep):
         for runtime in runtimes:
             if runtime not in self._runtimes:
                 runtime.check()
-                runtime.followers.add(self)
+                runtime.followers.append(weakref.ref(self))
                 self._runtimes.append(runtime)
 
     # --- step ----------------------------------------------------------------------------------
@@ -364,6 +365,7 @@ class Muon(MuonStep):
         ``torch.distributed.checkpoint``, or ``get_optimizer_state_dict`` with full_state_dict=True.
         """
         self.follow_model()
+        self._follow_weights()
         state_dict = super().state_dict()
         for group, own in zip(state_dict["param_groups"], self.param_groups):
             names = [self._names[id(p)] for p in own["params"]]
@@ -385,6 +387,7 @@ class Muon(MuonStep):
                 ``torch.distributed.checkpoint``, or by ``get_optimizer_state_dict``.
         """
         self.follow_model()
+        self._follow_weights()
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if not 0 <= to < ranks:
             raise ValueError(f"dmuon: to must be one of the {ranks} ranks, got {to}")
@@ -467,6 +470,8 @@ class Muon(MuonStep):
             self._states.update(kept)
             raise
         for p in params:
+            if "master" in loaded[p]:  # of a half-precision one, which this one may not be
+                self._states[p].setdefault("master", like(p, torch.empty_like(local_part(p))))
             copy_state(loaded[p], self._states[p])
             if "master" in loaded[p] and "master" in self._states[p]:
                 self._note_master(p)

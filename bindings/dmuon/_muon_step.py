@@ -137,6 +137,14 @@ class MuonStep(FollowingOptimizer):
         local = local_part(p)
         self._masters_of[id(p)] = weakref.ref(local), local._version
 
+    @torch.no_grad()
+    def _follow_weights(self) -> None:
+        """Brings the masters up to weights that were changed from outside since the last step, or
+        since long, where no gradient came: whoever loads them again takes them for the weights."""
+        for p, state in self._states.items():
+            if "master" in state:
+                self._weight(p)
+
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         states = [self._states[p] for p in params]

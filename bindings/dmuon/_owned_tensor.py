@@ -48,6 +48,9 @@ _GRAD: Any = torch.Tensor.grad
 #: torch.Tensor's own attribute, without what ``OwnedTensor`` adds to it.
 plain_grad: Callable[[Any], Any] = _GRAD.__get__
 set_plain_grad: Callable[[Any, Any], None] = _GRAD.__set__
+_DATA: Any = torch.Tensor.data
+plain_data: Callable[[Any], Any] = _DATA.__get__
+set_plain_data: Callable[[Any, Any], None] = _DATA.__set__
 
 
 class OwnedAlong(Shard):
@@ -318,6 +321,26 @@ class OwnedTensor(DTensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         return self._local_tensor.data_ptr() if is_parameter else super().data_ptr()
 
+    @property
+    def data(self) -> Any:
+        """As in torch. What is given to it must have the same owner. Values go into the local part,
+        which stays; one of another dtype takes its place, before the first use."""
+        return plain_data(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not isinstance(value, OwnedTensor) or value._owner != self._owner:
+            raise RuntimeError(
+                f"dmuon: the data of a tensor of shape {tuple(self.shape)} that rests on its owner "
+                f"cannot become a {type(value).__name__} of shape {tuple(value.shape)} that does "
+                "not; p.copy_(tensor) takes any"
+            )
+        if (value.dtype, value.device, value.shape) == (self.dtype, self.device, self.shape):
+            plain_data(self).copy_(value)
+            return
+        set_plain_data(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
     def _not_whole(self, what: str) -> str:
         return (
             f"dmuon: a tensor of shape {tuple(self.shape)} that rests on its owner alone cannot "
@@ -339,6 +362,8 @@ class OwnedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         written = _written(func, args)
+        if func is aten._to_copy.default and str(kwargs.get("device")) == "meta":
+            _refuse_meta(args[0])
         if func is aten.copy_.default:
             result = _copy_(*args, **kwargs)
         elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -434,6 +459,16 @@ def _is_foreach_local(func: Any, args: tuple[Any, ...]) -> bool:
     )
 
 
+def _refuse_meta(tensor: OwnedTensor) -> None:
+    if not tensor._local_tensor.is_meta:
+        raise RuntimeError(
+            f"dmuon: a tensor of shape {tuple(tensor.shape)} that rests on its owner alone would "
+            "be lost on the meta device: no other rank could bring it back. With Accelerate: "
+            "cpu_ram_efficient_loading=False (FSDP_CPU_RAM_EFFICIENT_LOADING); else dedicate the "
+            "parameters of a model that is on the meta device already"
+        )
+
+
 def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owned = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, OwnedTensor)]
     model = owned[0]
@@ -447,11 +482,13 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         full = value.full_tensor()
         return local_like(full, model.is_owner) if full.ndim else full
 
-    result = func(*tree_map(local, args), **tree_map(local, kwargs))
     if func is aten.detach.default:
-        alias = model.like(result)
+        # The same local part: below this dispatch an alias of it would count changes of its own,
+        # and what is written through this one, as a load into a state dict, must count for both.
+        alias = model.like(model._local_tensor)
         alias._alias_of = model._alias_of
         return alias
+    result = func(*tree_map(local, args), **tree_map(local, kwargs))
 
     def wrap(value: Any, template: OwnedTensor) -> Any:
         if not isinstance(value, torch.Tensor):

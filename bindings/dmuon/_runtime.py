@@ -69,7 +69,7 @@ class Runtime:
         self.core: _C.DedicatedModel
         self.bound = False
         #: Told once, when the model is used for the first time and wrapped for good.
-        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self.followers: list[weakref.ref[Follower]] = []  # in the same order on all ranks
         self._alive: weakref.ref[_Token] = weakref.ref(_Token())
         self.no_sync_depth = 0
         self.ddp_sync = True  # DDP's own no_sync was not in force in the last forward
@@ -77,6 +77,13 @@ class Runtime:
         view.runtime = weakref.ref(self)
         model.__dict__.setdefault(_RUNTIMES, []).append(self)
         self._register_hooks()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(
+            "dmuon: a model with dedicated parameters cannot be copied, since its units and hooks "
+            "belong to this one: copy it before dedicate_params, and dedicate the parameters of "
+            "both, or load a full state (get_model_state_dict) into another"
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -153,8 +160,10 @@ class Runtime:
         if self.bound:
             return
         self.check()
-        for follower in list(self.followers):
-            follower.follow_model()
+        for reference in self.followers:
+            if (follower := reference()) is not None:
+                follower.follow_model()
+        self.followers.clear()
         for unit in self.units:
             with torch.inference_mode(False):  # what is made here outlives an evaluation
                 unit.bind()

@@ -12,6 +12,7 @@ from checkpoint_model import (
     Additive,
     Reordered,
     backward,
+    batch,
     build,
     different,
     everything,
@@ -19,7 +20,7 @@ from checkpoint_model import (
     train,
 )
 from checks import Checks
-from models import distribute, make_mesh
+from models import distribute, full, make_mesh
 from ranks import run_ranks
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -123,7 +124,7 @@ def one_rank_alone(rank, layout, folder):
         if name == "model" and layout == "ddp":
             continue  # every rank has all of it; see test_saves_by_one_rank.py
         checks.refused(
-            name, "full_state_dict", lambda: torch.save(thing.state_dict(), f"{folder}/{rank}")
+            name, "full_state_dict", lambda t=thing: torch.save(t.state_dict(), f"{folder}/{rank}")
         )
     return checks.bad
 
@@ -197,6 +198,53 @@ def test_other_processes_may_write_an_asynchronous_save(tmp_path, monkeypatch):
     assert run_ranks(2, asynchronous, 2, "(2)", str(tmp_path), kind) == [[]] * 2
 
 
+def before_a_step(rank, layout):
+    """bf16 weights that came after the optimizer was built, saved before it has updated them."""
+    checks = Checks((layout, rank))
+    given = {n: v + 1 for n, v in Additive(halves=(1,)).state_dict().items()}
+    _, model, optimizer = build(layout, halves=(1,))
+    set_model_state_dict(model, dict(given), options=StateDictOptions(full_state_dict=True))
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    name = "layers.1.up_proj.weight"
+    checks.equal("master", full(state["state"][name]["master"]), given[name].float())
+
+    called, other, second = build(layout, seed=1, halves=(1,))
+    set_model_state_dict(other, weights)
+    set_optimizer_state_dict(other, second, state)
+    train(called, second, range(1), rank, 2)
+    change = (full(other.layers[1].up_proj.weight) - given[name]).abs().max()
+    checks.true("one step from them", change < 0.1)
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", ["(2)", "ddp 2"])
+def test_masters_are_saved_as_those_of_the_weights_that_were_loaded(layout):
+    assert run_ranks(2, before_a_step, layout) == [[]] * 2
+
+
+def wider(rank, layout):
+    """The state of bf16 parameters for fp32 ones."""
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    train(called, optimizer, range(2), rank, 2)
+    whole = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=whole)
+    called, other, second = build(layout, seed=1)
+    set_state_dict(other, second, model_state_dict=weights, optim_state_dict=state, options=whole)
+    master = second.state[other.layers[1].up_proj.weight]["master"]
+    checks.true("on its owner alone", isinstance(master, dmuon.OwnedTensor))
+    checks.equal(
+        "exact", full(master), full(optimizer.state[model.layers[1].up_proj.weight]["master"])
+    )
+    train(called, second, range(2, 3), rank, 2)
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", ["(2)", "ddp 2"])
+def test_masters_go_to_their_owners_also_in_an_fp32_model(layout):
+    assert run_ranks(2, wider, layout) == [[]] * 2
+
+
 def accumulating(rank, layout, folder):
     """Saves between the micro-batches of a step."""
     checks = Checks((layout, rank))
@@ -226,6 +274,33 @@ def accumulating(rank, layout, folder):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_save_while_gradients_accumulate_is_the_state_of_the_last_step(layout, tmp_path):
     assert run_ranks(4, accumulating, layout, str(tmp_path)) == [[]] * 4
+
+
+def in_place(rank, layout, folder):
+    """``dcp.load`` and writes into a state dict, whose tensors are the model's own."""
+    checks = Checks((layout, rank))
+    called, model, optimizer = build(layout, halves=(1,))
+    train(called, optimizer, range(2), rank, 4)
+    before, seen = everything(model, optimizer), outputs(called)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    train(called, optimizer, range(2, 4), rank, 4)
+    outputs(called)  # nothing is on its way
+    dcp.load(state_of(model, optimizer), checkpoint_id=folder)
+    checks.equal("loaded everywhere", outputs(called), seen)
+    checks.true("loaded", different(everything(model, optimizer), before) == [])
+
+    name = "layers.0.up_proj.weight"
+    weight = torch.arange(48.0).reshape(8, 6)
+    model.state_dict()[name].copy_(weight)
+    checks.equal("written", full(model.layers[0].up_proj.weight), weight)
+    y = batch(0, 0, 1, 1)[0] @ weight.T + full(model.layers[0].up_proj.bias)
+    checks.equal("written everywhere", outputs(called)[:, :8], y)
+    return checks.bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_load_into_the_tensors_of_a_state_dict_reaches_all_replicas(layout, tmp_path):
+    assert run_ranks(4, in_place, layout, str(tmp_path)) == [[]] * 4
 
 
 # --- other models --------------------------------------------------------------------------------

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_model import Additive, backward, build, different, everything, train
+from checkpoint_model import (
+    Additive,
+    backward,
+    batch,
+    build,
+    different,
+    everything,
+    outputs,
+    train,
+)
 from checks import Checks
-from models import make_mesh
+from models import distribute, full, make_mesh
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
 
@@ -230,3 +241,109 @@ def not_followed(rank):
 
 def test_other_changes_of_parameters_are_refused():
     assert run_ranks(4, not_followed) == [[]] * 4
+
+
+def from_parameters(rank, when):
+    """Without the model, which it could look through: groups that were made before or after."""
+    mesh, model = make_mesh("(2)"), Additive()
+    dmuon.dedicate_params(model, mesh)
+    if when == "after":
+        fully_shard(model, mesh=mesh)
+    matrices = [p for p in model.parameters() if isinstance(p, dmuon.OwnedTensor)]
+    others = [p for p in model.parameters() if not isinstance(p, dmuon.OwnedTensor)]
+    groups = [{"params": others, "algorithm": "adamw"}, {"params": matrices}]
+    optimizer = dmuon.Muon(groups)
+    if when == "before":
+        fully_shard(model, mesh=mesh)
+    before = everything(model, optimizer) if when == "after" else {}
+    try:
+        train(model, optimizer, range(1), rank, 2)
+    except RuntimeError as error:
+        return str(error)
+    return different(everything(model, optimizer), before)
+
+
+def test_an_optimizer_that_could_not_follow_its_parameters_says_so():
+    for message in run_ranks(2, from_parameters, "before"):
+        assert "'table.weight' was replaced" in message and "the order is" in message
+    for changed in run_ranks(2, from_parameters, "after"):
+        assert {"table.weight", "layers.0.up_proj.weight"} <= set(changed)
+
+
+def converted(rank):
+    """``p.data = p.data.to(dtype)`` between optimizer and ``fully_shard``, as in Accelerate."""
+    checks = Checks(rank)
+    torch.manual_seed(0)
+    mesh, model = make_mesh("(2)"), Additive().bfloat16()
+    dmuon.dedicate_params(model, mesh)
+    optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
+    for p in model.parameters():
+        p.data = p.data.to(torch.float32)
+    fully_shard(model, mesh=mesh)
+    train(model, optimizer, range(3), rank, 2)
+    found = everything(model, optimizer)
+
+    torch.manual_seed(0)
+    model, _ = distribute(Additive().bfloat16().float(), "(2)")
+    optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
+    train(model, optimizer, range(3), rank, 2)
+    expected = everything(model, optimizer)
+    checks.true("fp32", different({n: found[n] for n in expected}, expected) == [])
+
+    weight = model.layers[0].up_proj.weight
+    weight.data = weight.data * 2
+    name = "layers.0.up_proj.weight"
+    checks.equal("scaled", full(weight), 2 * expected[name])
+    y = batch(0, 0, 1, 1)[0] @ full(weight).T + full(model.layers[0].up_proj.bias)
+    checks.true("scaled for all", torch.allclose(outputs(model)[:, :8], y, rtol=1e-6))
+    for value in (torch.zeros(8, 6), distribute_tensor(torch.zeros(8, 6), mesh)):
+        checks.refused("no owner", "copy_", lambda v=value: setattr(weight, "data", v))
+    return checks.bad
+
+
+def test_what_is_given_to_data_is_in_force():
+    assert run_ranks(2, converted) == [[]] * 2
+
+
+def lost_or_shared(rank):
+    checks = Checks(rank)
+    model, mesh = Additive(), make_mesh("(2)")
+    dmuon.dedicate_params(model, mesh)
+    words = "cpu_ram_efficient_loading"
+    checks.refused("lost on the meta device", words, lambda: model.to("meta"))
+    with torch.device("meta"):
+        model = Additive()
+    dmuon.dedicate_params(model, mesh)
+    model.to("meta")  # nothing is lost
+    model, _ = distribute(Additive(), "ddp 2")
+    for part in (model.module, model.module.layers[0]):
+        words = "copy it before dedicate_params"
+        checks.refused("copied", words, lambda p=part: copy.deepcopy(p))
+    return checks.bad
+
+
+def test_what_would_lose_or_share_dedicated_parameters_is_refused():
+    assert run_ranks(2, lost_or_shared) == [[]] * 2
+
+
+def looks(rank, rows):
+    """How often the optimizer goes through its model while its state is saved and loaded."""
+    model, _ = distribute(Additive(rows=rows), "(2)")
+    optimizer = dmuon.Muon(model)
+    count = 0
+    parameters_now = dmuon._following.parameters_now
+
+    def counting(*args):
+        nonlocal count
+        count += 1
+        return parameters_now(*args)
+
+    dmuon._following.parameters_now = counting
+    part = OptimizerPart(model, optimizer)
+    part.load_state_dict(part.state_dict())
+    return count
+
+
+def test_saving_and_loading_do_not_go_through_the_model_for_every_parameter():
+    few = run_ranks(2, looks, (8,) * 2)
+    assert run_ranks(2, looks, (8,) * 20) == few
