@@ -2,6 +2,7 @@
 #include <dmuon/optim/newton_schulz.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -48,6 +49,23 @@ double amplification(const std::string& coefficients) {
   return std::max(1.0, slope / 500);
 }
 
+// To first order, the most that rounding every term of every step to fp32 can do to the result,
+// relative to its norm. Where terms cancel, a step's result is less exact than its argument, and
+// the steps after it are steep there: for cans and the singular values 0.50 and 0.86 this is 2e-4.
+double roundingBound(const std::vector<Coefficients>& steps, const at::Tensor& a) {
+  const double eps = std::numeric_limits<float>::epsilon();
+  at::Tensor x = at::linalg_svdvals(a.to(at::kDouble));
+  x = x / x.norm();
+  at::Tensor error = eps * x;
+  for (const auto& [a1, a3, a5] : steps) {
+    const at::Tensor slope = (a1 + 3 * a3 * x.pow(2) + 5 * a5 * x.pow(4)).abs();
+    const at::Tensor terms = std::abs(a1) * x + std::abs(a3) * x.pow(3) + std::abs(a5) * x.pow(5);
+    error = error * slope + eps * terms;
+    x = a1 * x + a3 * x.pow(3) + a5 * x.pow(5);
+  }
+  return (error.norm() / x.norm()).item<double>();
+}
+
 std::vector<Spectrum> spectra(int64_t s) {
   const at::Tensor linear = at::linspace(1.0 / static_cast<double>(s), 1, s, kWide);
   const auto logarithmic = [&](double low) { return at::logspace(low, 0, s, 10, kWide); };
@@ -82,10 +100,12 @@ void expectPolynomialOfTheSingularValues(int64_t m, int64_t n) {
       const int64_t steps = stepsOf(name);
       const at::Tensor reference = decomposition.orthogonal(coefficientSet(name, steps));
       const double factor = spectrum.name == "flat" ? 1 : amplification(name);
+      const double bound = roundingBound(coefficientSet(name, steps), a);
       for (const std::string& mode : kModes) {
         const at::Tensor x = newtonSchulz(a, makeNewtonSchulzConfig(name, steps, mode));
         const double error = relativeError(x, reference);
-        EXPECT_LE(error, factor * (mode == "fast" ? spectrum.fast_gate : spectrum.gate))
+        const double gate = factor * (mode == "fast" ? spectrum.fast_gate : spectrum.gate);
+        EXPECT_LE(error, std::max(gate, bound))
             << m << "x" << n << " " << spectrum.name << " " << name << " " << mode;
         EXPECT_EQ(x.scalar_type(), at::kFloat);
         EXPECT_TRUE(x.is_contiguous());
@@ -110,9 +130,10 @@ TEST_F(NewtonSchulz, GaussianMatricesAreWithinTheGateInEveryMode) {
     const at::Tensor a = at::randn({m, n});
     for (const std::string& name : coefficientSetNames()) {
       const at::Tensor reference = referenceOrthogonal(a, coefficientSet(name, 5));
+      const double gate = std::max(1e-5, roundingBound(coefficientSet(name, 5), a));
       for (const std::string& mode : kModes) {
         EXPECT_LE(relativeError(newtonSchulz(a, makeNewtonSchulzConfig(name, 5, mode)), reference),
-                  1e-5)
+                  gate)
             << m << "x" << n << " " << name << " " << mode;
       }
     }
