@@ -138,9 +138,8 @@ struct Scene {
       for (int64_t i : {0, 1}) {
         auto product = live[*unit][i] * value;
         if (unit == units.rbegin() && i == 0) {
-          product.register_hook([](const at::Tensor&) -> at::Tensor {
-            throw std::runtime_error("on purpose");
-          });
+          product.register_hook(
+              [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("on purpose"); });
         }
         losses.push_back(product.sum());
       }
