@@ -83,5 +83,5 @@ def test_generated_code_gives_the_same_but_for_rounding(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the ranks themselves
     for far, loss, compiled in run_ranks(4, inductor, limit=120):
         # Orthogonalization amplifies the last bits of a gradient; 1.3e-5 has been seen.
-        assert far < 1e-4 and loss < 1e-6
+        assert far < 3e-5 and loss < 1e-6
         assert compiled == [(1, compiled[0][1])] * STEPS
