@@ -117,6 +117,16 @@ def test_a_flow_as_torchtitans_resumes_bit_for_bit(tmp_path):
     assert run_ranks(4, titan_flow, str(tmp_path)) == [[]] * 4
 
 
+def decaying(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def two_steps(model, optimizer, schedule, rank):
+    for step in range(2):
+        train(model, optimizer, [step], rank, 4)
+        schedule.step()
+
+
 def exchanged(optimizer, model, how):
     """What a trainer does to the groups when it has wrapped the model."""
     if how == "by name":
@@ -139,7 +149,7 @@ def wrapped_later(rank, how, folder):
     for layer in model.layers[:1]:
         fully_shard(layer, mesh=mesh)
     optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    schedule = decaying(optimizer)
     state = torch.load(f"{folder}/state", weights_only=True)
     whole = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(model, optimizer, state, options=whole)
@@ -149,11 +159,7 @@ def wrapped_later(rank, how, folder):
     exchanged(optimizer, model, how)
     found = get_optimizer_state_dict(model, optimizer, options=whole)
     checks.true("state", different(flat(found["state"]), flat(state["state"])) == [])
-    for step in range(2):
-        backward(model, step, rank, 4)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    two_steps(model, optimizer, schedule, rank)
     expected = torch.load(f"{folder}/end", weights_only=True)
     checks.true("trained", different(everything(model, optimizer), expected) == [])
     checks.true("plain", all(type(p) is not torch.nn.Parameter for p in optimizer.state))
@@ -172,12 +178,8 @@ def wrapped_before(rank, folder):
     state = get_optimizer_state_dict(model, optimizer, options=whole)
     called, model, optimizer = build("(2,2)")
     set_optimizer_state_dict(model, optimizer, state, options=whole)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for step in range(2):
-        backward(model, step, rank, 4)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    schedule = decaying(optimizer)
+    two_steps(model, optimizer, schedule, rank)
     end = everything(model, optimizer)
     if rank == 0:
         torch.save(state, f"{folder}/state")
